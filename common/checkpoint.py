@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,10 @@ _MAX_HEADER = 100 << 20
 _POINTER = b"version https://git-lfs"
 """What a file begins with that Git left to its extension for large files."""
 _FLOATS = "BF16", "F16", "F32"
+
+
+_SETTINGS = ["*.json", "*.jinja", "*.txt"]
+"""What is downloaded first: all but weights."""
 
 
 class CheckpointError(ValueError):
@@ -43,32 +48,39 @@ class TensorInfo:
 class Checkpoint:
     """A checkpoint folder, read as it is asked for. `name` is the model's, by default the folder's own."""
 
-    def __init__(self, folder: Path, name: str = "") -> None:
+    def __init__(self, folder: Path, name: str = "", prefixes: Sequence[str] = ("",)) -> None:
+        """Of shards, those alone are looked at that have a tensor whose name begins with one of the `prefixes`."""
+        self._prefixes = tuple(prefixes)
         self.folder = folder
         self.name = name or folder.resolve().name
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} has no config.json")
 
     @classmethod
-    def resolve(cls, model: str) -> Checkpoint:
-        """Opens a folder, or downloads a hub name such as `Qwen/Qwen3-VL-4B-Instruct` first, which is the model's name
-        as it is."""
-        folder, name = Path(model), Path(model).name.strip(".")
-        if not folder.is_dir():
-            name = model
-            if model.count("/") != 1 or model.startswith((".", "/", "~")):
-                raise CheckpointError(f"{model} is neither a folder nor a hub name")
-            from huggingface_hub import snapshot_download
+    def resolve(
+        cls, model: str, revision: str = "", needs: Callable[[Checkpoint], Sequence[str]] = lambda _: ("",)
+    ) -> Checkpoint:
+        """Opens a folder, or first downloads a hub name such as `Qwen/Qwen3-VL-4B-Instruct`, which is the model's name
+        as it is; `revision` is a branch, tag or commit there.
 
-            patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-            try:
-                folder = Path(snapshot_download(model, allow_patterns=patterns))
-            except ValueError as error:
-                raise CheckpointError(f"{model} is neither a folder nor a hub name") from error
-            except OSError as error:  # the hub's own errors are some, and have several lines
-                why = str(error).partition("\n")[0].strip()
-                raise CheckpointError(f"{model} is no folder here, and cannot be fetched: {why}") from error
-        return cls(folder, name)
+        `needs` says how the names of the tensors begin that are needed, once all but weights is there: other shards are
+        neither downloaded nor missed. Raises CheckpointError where there is no such checkpoint.
+        """
+        if Path(model).is_dir():
+            if revision:
+                raise CheckpointError(f"--revision is for names on the hub, and {model} is a folder")
+            whole = cls(Path(model), Path(model).name.strip("."))
+            return whole.part(needs(whole))
+        if model.count("/") != 1 or model.startswith((".", "/", "~")):
+            raise CheckpointError(f"{model} is neither a folder nor a hub name")
+        whole = cls(_downloaded(model, revision or None, _SETTINGS), model)
+        part = whole.part(needs(whole))
+        _downloaded(model, whole.folder.name, [*part.weight_files(), INDEX])  # of the commit that the settings are of
+        return part
+
+    def part(self, prefixes: Sequence[str]) -> Checkpoint:
+        """The same, with those shards alone that have a tensor whose name begins so."""
+        return Checkpoint(self.folder, self.name, prefixes)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -120,7 +132,7 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor by its name in the files."""
-        names = self._weight_files()
+        names = self.weight_files()
         found: dict[str, TensorInfo] = {}
         for name in names:
             path = self.folder / name
@@ -150,13 +162,28 @@ class Checkpoint:
             why = f"has no {name}, and pickles, such as pytorch_model.bin, are neither fetched nor read"
         return f"{self.folder} {why}: convert them to safetensors"
 
-    def _weight_files(self) -> list[str]:
+    def weight_files(self) -> list[str]:
+        """The names of the files that have its tensors, whether they are here or not. Raises CheckpointError where the
+        index does not say."""
         if not (index := self.json(INDEX)):
             return [SINGLE]
         files = index.get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
             raise CheckpointError(f"{INDEX} has no weight_map")
-        return sorted(set(files.values()))
+        return sorted({file for tensor, file in files.items() if tensor.startswith(self._prefixes)})
+
+
+def _downloaded(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The folder of a snapshot of the hub's, named by its commit, in which files of these patterns are."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
+    except ValueError as error:
+        raise CheckpointError(f"{model} is neither a folder nor a hub name") from error
+    except OSError as error:  # the hub's own errors are some, and have several lines
+        why = str(error).partition("\n")[0].strip()
+        raise CheckpointError(f"{model} is no folder here, and cannot be fetched: {why}") from error
 
 
 def _read_header(path: Path, file: BinaryIO) -> dict[str, TensorInfo]:

@@ -90,13 +90,13 @@ def encoder_digest(checkpoint: Checkpoint, dtype: DType, parts: EncoderParts) ->
 def tensors_digest(checkpoint: Checkpoint) -> bytes:
     """Identifies all weights of a checkpoint, by as much of each tensor as `encoder_digest` takes."""
     digest = hashlib.sha256()
-    _add_tensors(digest, checkpoint, "")
+    _add_tensors(digest, checkpoint, ("",))
     return digest.digest()
 
 
-def _add_tensors(digest: hashlib._Hash, checkpoint: Checkpoint, prefix: str | tuple[str, ...]) -> None:
-    for name, info in sorted(checkpoint.tensors.items()):
-        if not name.startswith(prefix):
+def _add_tensors(digest: hashlib._Hash, checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> None:
+    for name, info in sorted(checkpoint.part(prefixes).tensors.items()):
+        if not name.startswith(prefixes):
             continue
         with info.file.open("rb") as file:
             file.seek(info.begin)

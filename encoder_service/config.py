@@ -25,6 +25,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     model: str = option(
         "", "checkpoint folder, or a name on the Hugging Face hub", required=True, group="what is served, and where"
     )
+    revision: str = option("", "branch, tag or commit of a model on the hub; empty is the newest")
     listen: str = option("127.0.0.1:7001", LISTEN)
     workers: int = option(1, "device workers, each with the whole tower", minimum=1, maximum=64, group="devices")
     device: str = option(

@@ -69,7 +69,7 @@ class _Model:
     @classmethod
     async def read(cls, config: EncoderConfig) -> _Model:
         """Raises CheckpointError where it cannot be served."""
-        checkpoint = Checkpoint.resolve(config.model)
+        checkpoint = Checkpoint.resolve(config.model, config.revision, model_config.tower_tensors)
         served = await tasks.to_thread(model_config.served, checkpoint)
         hf = None if isinstance(served, ModelConfig) else served.hf
         device = default_device() if config.device == "auto" else config.device

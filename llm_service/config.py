@@ -45,6 +45,7 @@ class LlmConfig(ServerConfig):
     model: str = option(
         "", "checkpoint folder, or a name on the Hugging Face hub", required=True, group="what is served, and where"
     )
+    revision: str = option("", "branch, tag or commit of a model on the hub; empty is the newest")
     listen: str = option("127.0.0.1:7002", LISTEN)
     encoders: tuple[str, ...] = option(
         (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words

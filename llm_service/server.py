@@ -80,7 +80,7 @@ class _Model:
     @classmethod
     async def read(cls, config: LlmConfig) -> _Model:
         """Raises CheckpointError where it cannot be served, or not so."""
-        checkpoint = Checkpoint.resolve(config.model)
+        checkpoint = Checkpoint.resolve(config.model, config.revision)
         served = await tasks.to_thread(ServedModel.of, checkpoint)
         settings = _engine_settings(config, checkpoint, served)
         layout = RowLayout(served.levels, served.hidden_size, DType(settings.dtype))
@@ -418,7 +418,7 @@ def first_rank(config: LlmConfig, meeting: Meeting) -> RankPlace:
         port=meeting.port,
         timeout=config.rank_timeout_seconds,
         device=config.chosen_device,
-        model=str(Checkpoint.resolve(config.model).folder),
+        model=str(Checkpoint.resolve(config.model, config.revision).folder),
         threads=config.threads,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.checkpoint import Checkpoint, CheckpointError
@@ -17,6 +17,12 @@ def served(checkpoint: Checkpoint) -> ServedConfig:
     if find_family(checkpoint.config) is not None:
         return read(checkpoint)
     return HfConfig(describe(checkpoint))
+
+
+def tower_tensors(checkpoint: Checkpoint) -> Sequence[str]:
+    """How the names of the tensors begin that are read: of families of ours those of the tower, else all."""
+    family = find_family(checkpoint.config)
+    return ("",) if family is None else family.parts.tensors
 
 
 def read(checkpoint: Checkpoint) -> ModelConfig:

@@ -246,9 +246,10 @@ def load_tower(
     module, _, name = config.family.tower.partition(":")
     with torch.device("meta"):
         tower: nn.Module = getattr(importlib.import_module(module), name)(config.tower)
+    prefixes = config.family.parts.tensors
     state = {
         name: (tensor.flatten(1) if tensor.dim() > 2 else tensor).to(device=device, dtype=dtype)
-        for name, tensor in load_dense(checkpoint, partial(tower_name, config.family.parts.tensors))
+        for name, tensor in load_dense(checkpoint.part(prefixes), partial(tower_name, prefixes))
     }
     if any(name.endswith(_SCALES) for name in state):
         raise CheckpointError("the vision weights are quantised in a way that is not served")

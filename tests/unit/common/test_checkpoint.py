@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from common.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
+from common.identity import VISION, encoder_digest
 from common.weights import load_tensors
+from common.wire import DType
+from encoder_service.families import config
+from encoder_service.models.tower import load_tower
 
 
 def put(folder: Path, tensors: dict[str, list[int]], name: str = SINGLE) -> None:
@@ -53,19 +59,69 @@ def test_a_single_file_is_read(folder: Path) -> None:
     assert checkpoint.tensors["b"].end == (folder / SINGLE).stat().st_size
 
 
-def test_a_model_is_called_what_the_command_line_calls_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(model: str, **_: object) -> str:
-        if " " in model:
-            raise ValueError("no such name can be")
-        return str(folder)
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+    """Puts a folder on a hub of one model, whose snapshots are then where it says."""
+    snapshot = tmp_path / "snapshots" / "0123abc"
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    def publish(source: Path) -> Path:
+        def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+            if " " in model:
+                raise ValueError("no such name can be")
+            if revision not in (None, "v2", snapshot.name):
+                raise OSError(f"there is no {revision}")
+            snapshot.mkdir(parents=True, exist_ok=True)
+            for file in source.iterdir():
+                if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                    shutil.copy(file, snapshot)
+            return str(snapshot)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        return snapshot
+
+    return publish
+
+
+def test_a_model_is_called_what_the_command_line_calls_it(
+    folder: Path, hub: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub(folder)
     (link := folder.parent / "current-model").symlink_to(folder)
     monkeypatch.chdir(folder)
     named = {"Qwen/Qwen3-VL-2B": "Qwen/Qwen3-VL-2B", str(link): link.name, f"{folder}/": folder.name, ".": folder.name}
     assert {model: Checkpoint.resolve(model).name for model in named} == named
     with pytest.raises(CheckpointError, match="neither a folder nor a hub name"):
         Checkpoint.resolve("Qwen/Qwen3 VL")
+
+
+def test_a_revision_is_one_of_the_hubs(folder: Path, hub: Callable[[Path], Path]) -> None:
+    snapshot = hub(folder)
+    assert Checkpoint.resolve("a/model", "v2").folder == snapshot
+    with pytest.raises(CheckpointError, match="a/model is no folder here, and cannot be fetched: there is no v3"):
+        Checkpoint.resolve("a/model", "v3")
+    with pytest.raises(CheckpointError, match="--revision is for names on the hub"):
+        Checkpoint.resolve(str(folder), "v2")
+
+
+def test_an_encoder_fetches_no_shards_but_those_of_its_tower(
+    checkpoints: Callable[..., Path], hub: Callable[[Path], Path]
+) -> None:
+    source = checkpoints("qwen3_vl", sharded=True)
+    every = {path.name for path in source.glob("*.safetensors")}
+    snapshot = hub(source)
+    part = Checkpoint.resolve("a/model", needs=config.tower_tensors)
+    fetched = {path.name for path in snapshot.glob("*.safetensors")}
+    assert fetched < every, "the shards prove nothing"
+    tower = load_tower(Checkpoint(snapshot), config.read(part), torch.device("cpu"), torch.float32)
+    whole = load_tower(Checkpoint(source), config.read(part), torch.device("cpu"), torch.float32)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(tower.parameters(), whole.parameters(), strict=True))
+    assert part.stored_in == "F32"
+    with pytest.raises(CheckpointError, match="has no model-"):
+        Checkpoint(snapshot).tensors  # noqa: B018 - all of them, which an LLM service asks for
+    served = Checkpoint.resolve("a/model")
+    assert {path.name for path in snapshot.glob("*.safetensors")} == every
+    digests = {encoder_digest(each, DType.FLOAT32, VISION) for each in (part, served, Checkpoint(source))}
+    assert len(digests) == 1
 
 
 def test_shards_and_a_single_file_hold_the_same_tensors(checkpoints: Callable[..., Path]) -> None:

@@ -368,6 +368,9 @@ imagePullPolicy: {{ $values.image.pullPolicy }}
 command: [python, -m, llm_service]
 args:
   - --model={{ $values.model.name }}
+  {{- with $values.model.revision }}
+  - --revision={{ . }}
+  {{- end }}
   {{- if gt $hosts 1 }}
   - --nodes={{ $hosts }}
   - --rendezvous=$(LWS_LEADER_ADDRESS):29500
