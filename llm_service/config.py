@@ -62,6 +62,9 @@ class LlmConfig(ServerConfig):
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     tp: int = option(1, "tensor-parallel ranks, each with a GPU of its own, or sharing the CPU", minimum=1)
+    enable_expert_parallel: bool = option(
+        False, "each rank has some of a layer's experts whole, in place of a part of every one"
+    )
     symmetric_memory: bool = option(
         False,
         "ranks on GPUs of one host sum by reading each other's memory, where it is little, and not by NCCL",

@@ -438,6 +438,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         rendezvous=meeting.address,
         rank_timeout=config.rank_timeout_seconds,
         symmetric_memory=config.symmetric_memory,
+        expert_parallel=config.enable_expert_parallel,
         attention=config.attention,
         kernels=config.kernels,
         compile=config.compile,

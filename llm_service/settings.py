@@ -46,6 +46,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rendezvous: str
     rank_timeout: float
     symmetric_memory: bool
+    expert_parallel: bool
     attention: str
     kernels: str
     compile: bool

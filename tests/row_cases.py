@@ -88,7 +88,18 @@ def check_routes(ops: RowOps, rows: int, experts: int, per_token: int, dtype: to
     assert all(torch.equal(given.long(), other.long()) for given, other in zip(routes, plain, strict=True))
     assert torch.equal(chosen.flatten()[routes.places.argsort()].sort().values, chosen.flatten().sort().values)
 
+    own = slice(experts // 4, experts // 2)
+    plain, here = TORCH.sort_by_expert(chosen.long(), experts, own), ops.sort_by_expert(chosen, experts, own)
+    assert all(torch.equal(given.long(), other.long()) for given, other in zip(here, plain, strict=True))
+    assert torch.equal(here.places.flatten() >= 0, ((chosen >= own.start) & (chosen < own.stop)).flatten())
     x = _drawn(rows * per_token, 40, dtype, device, 2)
+    x[int(here.ends[-1]) :] = torch.nan  # of others' experts nothing is computed
+    mine = torch.zeros(rows, 40, dtype=torch.float32, device=device)
+    for row, choice in (here.places.view(rows, per_token) >= 0).nonzero().tolist():
+        mine[row] += (x[here.places[row * per_token + choice]] * weights[row, choice]).float()
+    _same(ops.weighted_sum(x, here.places, weights), mine.to(dtype))
+
+    plain, x = TORCH.sort_by_expert(chosen.long(), experts), _drawn(rows * per_token, 40, dtype, device, 2)
     expected = (x[plain.places].view(rows, per_token, -1) * weights.unsqueeze(-1)).sum(1)
     _same(ops.weighted_sum(x, routes.places, weights), expected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
@@ -13,7 +14,17 @@ from common.linear import LaidOut, Linear
 from llm_service.families.gates import Gates
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear, Place, Stored, StoredStack, fill, laid_out, quantized
+from llm_service.layers.linear import (
+    PackedLinear,
+    Place,
+    Stored,
+    StoredStack,
+    elsewhere,
+    fill,
+    laid_out,
+    length,
+    quantized,
+)
 from llm_service.layers.mlp import MLP, SquaredMLP, act_and_mul, squared_relu
 from llm_service.layers.ops import TORCH, Pair, RowOps
 from llm_service.layers.quantized_weight import QuantizedWeight
@@ -33,19 +44,21 @@ class GroupedProduct(Protocol):
         """Bytes of all that it holds."""
         ...
 
-    def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its matrix."""
+    def grouped_product(self, x: Tensor, ends: Tensor, among: int = 0) -> Tensor:
+        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its matrix. Those
+        behind the last end become anything: they are other experts', `among` so many as have all of the rows; 0: these
+        have."""
         ...
 
 
 class Experts(nn.Module):
     """All experts' weights, stacked: gate_up_proj [experts, 2 · inner, hidden], down_proj [experts, hidden, inner].
 
-    `inner` is this rank's share; gate and up are each split, so that the halves stay side by side. A checkpoint has
-    them stacked, with gate and up as one or as two, or each expert's three matrices apart, as quantised ones do, by the
-    expert's number before the matrix's name or behind it. Of
-    stacked ones inputs come first with `inputs_first`, else where no other order fits their shape. Without `has_gates`
-    there is no gate, and the square of a ReLU between two products.
+    `inner` is this rank's share; gate and up are each split, so that the halves stay side by side. Where the group is
+    `expert_parallel`, `experts` is: the rank has its `own` of all `count`, whole. A checkpoint has them stacked, with
+    gate and up as one or as two, or each expert's three matrices apart, as quantised ones do, by the expert's number
+    before the matrix's name or behind it. Of stacked ones inputs come first with `inputs_first`, else where no other
+    order fits their shape. Without `has_gates` there is no gate, and the square of a ReLU between two products.
     """
 
     ops: RowOps = TORCH
@@ -64,16 +77,21 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self._inputs_first = inputs_first
-        self.count, self._inner, self._share, self._activation = count, inner, group.share(inner), activation
+        self.count, self._inner, self._activation = count, inner, activation
+        self.own, self._share = group.expert_shares(count, inner)
         self._has_gates, self._apart = has_gates, _WITH_GATES if has_gates else _WITHOUT_GATES
         self.laid_out: list[tuple[LaidOut, LaidOut]] = []
         self.grouped: tuple[GroupedProduct, GroupedProduct] | None = None
-        self._missing = {(kind, expert) for kind in self._apart for expert in range(count)}
+        self._missing = {(kind, expert) for kind in self._apart for expert in self._numbers()}
         self._quantized: dict[tuple[str, int], QuantizedWeight] = {}
-        share = self._share.stop - self._share.start
+        here, share = length(self.own), length(self._share)
         opened = (1 + has_gates) * share
-        self.gate_up_proj = nn.Parameter(torch.empty(count, opened, hidden, dtype=dtype), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(count, hidden, share, dtype=dtype), requires_grad=False)
+        self.gate_up_proj = nn.Parameter(torch.empty(here, opened, hidden, dtype=dtype), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(here, hidden, share, dtype=dtype), requires_grad=False)
+
+    def _numbers(self) -> range:
+        """Of the experts that this rank has."""
+        return range(self.own.start, self.own.stop)
 
     def targets(self, own: str) -> dict[str, Place]:
         """See `Placed`: either the stacked ones or all others."""
@@ -84,10 +102,16 @@ class Experts(nn.Module):
         }
         if self._has_gates:
             stacked |= {f"{own}.{kind}": partial(self._place_half, kind) for kind in ("gate_proj", "up_proj")}
-        for kind, expert in self._missing:
-            place = partial(self._place_one, kind, expert)
+        for kind, expert, place in self._places_apart():
             stacked |= {f"{own}.{expert}.{kind}.weight": place, f"{own}.{kind}.{expert}.weight": place}
         return stacked
+
+    def _places_apart(self) -> Iterator[tuple[str, int, Place]]:
+        """What reads each matrix of each expert, those of other ranks included."""
+        numbers = self._numbers()
+        for kind in self._apart:
+            for expert in range(self.count):
+                yield kind, expert, partial(self._place_one, kind, expert) if expert in numbers else elsewhere
 
     def _place(self, kind: str, stored: Stored) -> None:
         """Some checkpoints keep each expert's matrices the other way round, [experts, in, out]."""
@@ -99,15 +123,15 @@ class Experts(nn.Module):
             up = slice(self._inner + share.start, self._inner + share.stop)
             rows = (share, up) if self._has_gates else (share,)
             if self._has_inputs_first(shape, target.shape[2], len(rows) * self._inner):
-                parts = [stored[:, :, part].transpose(1, 2) for part in rows]
+                parts = [stored[self.own, :, part].transpose(1, 2) for part in rows]
             else:
-                parts = [stored[:, part] for part in rows]
+                parts = [stored[self.own, part] for part in rows]
             source = torch.cat(parts, dim=1)
         elif self._has_inputs_first(shape, self._inner, target.shape[1]):
-            source = stored[:, share].transpose(1, 2)
+            source = stored[self.own, share].transpose(1, 2)
         else:
-            source = stored[:, :, share]
-        if source.shape != target.shape:
+            source = stored[self.own, :, share]
+        if shape[0] != self.count or source.shape != target.shape:
             raise ValueError(f"it is {shape}, which does not fit {tuple(target.shape)}")
         target.copy_(source)
         self._missing -= {each for each in self._missing if (each[0] == "down_proj") == (kind == "down_proj")}
@@ -120,7 +144,7 @@ class Experts(nn.Module):
         swapped = self._has_inputs_first(shape, sides[1], sides[0])
         if shape != (self.count, *(sides[::-1] if swapped else sides)):
             raise ValueError(f"it is {shape}, which does not fit {(self.count, *sides)}")
-        for expert in range(self.count):
+        for expert in self._numbers():
             one = stored.of_expert(expert, inputs_first=swapped)
             for number, each in enumerate(apart):
                 self._place_one(each, expert, one, number * self._inner)
@@ -130,17 +154,19 @@ class Experts(nn.Module):
 
     def _place_half(self, kind: str, stored: Stored) -> None:
         """One of two stacked matrices of which others have one, [experts, out, in]."""
+        if (stated := stored.get_shape()[0]) != self.count:
+            raise ValueError(f"it is of {stated} experts, expected {self.count}")
         begin = self.gate_up_proj.shape[1] // 2 if kind == "up_proj" else 0
-        fill(self.gate_up_proj[:, begin : begin + self.gate_up_proj.shape[1] // 2], stored[:, self._share])
+        fill(self.gate_up_proj[:, begin : begin + self.gate_up_proj.shape[1] // 2], stored[self.own, self._share])
         self._missing -= {each for each in self._missing if each[0] == kind}
 
     def _place_one(self, kind: str, expert: int, stored: Stored, first: int = 0) -> None:
         """One matrix of one expert, [out, in], whose outputs begin at `first`."""
-        share, length = self._share, self._share.stop - self._share.start
+        share, size, number = self._share, length(self._share), expert - self.own.start
         whole = self.down_proj if kind == "down_proj" else self.gate_up_proj
         source = stored[:, share] if kind == "down_proj" else stored[first + share.start : first + share.stop]
-        begin = length if kind == "up_proj" and self._has_gates else 0
-        target = whole[expert] if kind == "down_proj" else whole[expert, begin : begin + length]
+        begin = size if kind == "up_proj" and self._has_gates else 0
+        target = whole[number] if kind == "down_proj" else whole[number, begin : begin + size]
         if isinstance(source, QuantizedWeight) and source.shape == target.shape:
             self._quantized[kind, expert] = source
         else:
@@ -154,10 +180,12 @@ class Experts(nn.Module):
         return not self._missing
 
     def run_grouped(self, x: Tensor, ends: Tensor) -> Tensor:
-        """[m, hidden] → this rank's part of [m, hidden]; the rows of expert e end before row `ends[e]`, int32."""
+        """[m, hidden] → this rank's part of [m, hidden]; rows of its expert e end before row `ends[e]`, int32. Those
+        behind are other ranks', and become anything."""
         if self.grouped is not None:
             gate_up, down = self.grouped
-            return down.grouped_product(self._opened(gate_up.grouped_product(x, ends)), ends)
+            inner = self._opened(gate_up.grouped_product(x, ends, self.count))
+            return down.grouped_product(inner, ends, self.count)
         inner = self._opened(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
@@ -216,11 +244,12 @@ class Experts(nn.Module):
         return self.gate_up_proj.detach(), self.down_proj.detach()
 
     def run(self, expert: int, x: Tensor) -> Tensor:
-        """[n, hidden] → this rank's part of [n, hidden], through one expert."""
+        """[n, hidden] → this rank's part of [n, hidden], through one of its `own` experts."""
+        number = int(expert - self.own.start)
         if self.laid_out:
-            gate_up, down = self.laid_out[expert]
+            gate_up, down = self.laid_out[number]
             return down.product(self._opened(gate_up.product(x)))
-        return functional.linear(self._opened(functional.linear(x, self.gate_up_proj[expert])), self.down_proj[expert])
+        return functional.linear(self._opened(functional.linear(x, self.gate_up_proj[number])), self.down_proj[number])
 
 
 class GroupedRouter(nn.Module):
@@ -286,16 +315,18 @@ class Routed(nn.Module):
 
     def _in_turn(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """One chosen expert after the other, each with all of its tokens: for CPUs, where few are read."""
-        out = torch.zeros_like(x)
+        out, own = torch.zeros_like(x), self.experts.own
         for expert in chosen.unique().tolist():
+            if not own.start <= expert < own.stop:
+                continue
             token, place = torch.where(chosen == expert)
             out.index_add_(0, token, self.experts.run(expert, x[token]) * weights[token, place].unsqueeze(1))
         return out
 
     def _together(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """All experts in one product over rows that are sorted by expert. Sums are in the order of the choice: they are
-        the same each time."""
-        routes = self.ops.sort_by_expert(chosen, self.experts.count)
+        the same each time. There are as many rows whichever ranks' they are, so that this can be captured."""
+        routes = self.ops.sort_by_expert(chosen, self.experts.count, self.experts.own)
         out = self.experts.run_grouped(x[routes.rows], routes.ends)
         return self.ops.weighted_sum(out, routes.places, weights)
 

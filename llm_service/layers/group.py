@@ -30,20 +30,26 @@ class Sums(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Rank `rank` of `size`; a group of one communicates with no one. `sums` go before the process group's."""
+    """Rank `rank` of `size`; a group of one communicates with no one. `sums` go before the process group's. With
+    `expert_parallel` each rank has some experts whole, in place of a part of each."""
 
     rank: int = 0
     size: int = 1
     process_group: dist.ProcessGroup | None = None
     sums: Sums | None = None
+    expert_parallel: bool = False
 
     def with_sums(self, sums: Sums) -> Self:
         """The same group, which sums so."""
         return replace(self, sums=sums)
 
+    def with_whole_experts(self) -> Self:
+        """The same group, which is `expert_parallel`."""
+        return replace(self, expert_parallel=True)
+
     def on_hosts(self) -> TensorGroup:
         """The same ranks, who speak over the CPUs' group: for what is computed before devices are used."""
-        return self if self.process_group is None else TensorGroup(self.rank, self.size, dist.group.WORLD)
+        return self if self.process_group is None else replace(self, process_group=dist.group.WORLD, sums=None)
 
     def share(self, total: int) -> slice:
         """This rank's part of a dimension that the group's size divides; raises ValueError where it does not.
@@ -55,6 +61,20 @@ class TensorGroup:
             raise ValueError(f"{total} cannot be split over {self.size} ranks")
         part = total // self.size
         return slice(self.rank * part, (self.rank + 1) * part)
+
+    def expert_shares(self, experts: int, inner: int) -> tuple[slice, slice]:
+        """Which experts this rank has, and which part of the inner dimension of each. Raises ValueError as `share`.
+
+        >>> TensorGroup(1, 2).expert_shares(6, 8)
+        (slice(0, 6, None), slice(4, 8, None))
+        >>> TensorGroup(1, 2, expert_parallel=True).expert_shares(6, 8)
+        (slice(3, 6, None), slice(0, 8, None))
+        """
+        if not self.expert_parallel:
+            return slice(0, experts), self.share(inner)
+        if experts % self.size:
+            raise ValueError(f"{experts} experts cannot be given whole to {self.size} ranks: these do not divide them")
+        return self.share(experts), slice(0, inner)
 
     def vocabulary_share(self, total: int) -> slice:
         """This rank's part of the vocabulary, which need not divide: the last parts may be shorter, or empty."""

@@ -44,6 +44,10 @@ Place = Callable[[Stored], None]
 """Reads what this rank needs of a stored tensor; raises ValueError on a wrong shape."""
 
 
+def elsewhere(_: Stored) -> None:
+    """The `Place` of a tensor of which other ranks need all: nothing is read."""
+
+
 @runtime_checkable
 class Placed(Protocol):
     """A module that knows which of a checkpoint's tensors are its weights, and which part of them this rank holds."""

@@ -89,8 +89,7 @@ class ModalityStack(Experts):
             f"{beside}.{kind}": partial(self._place, kind) for kind in ("gate_up_proj", "down_proj")
         }
         return stacked | {
-            f"{own}.{first + expert}.{kind}.weight": partial(self._place_one, kind, expert)
-            for kind, expert in self._missing
+            f"{own}.{first + expert}.{kind}.weight": place for kind, expert, place in self._places_apart()
         }
 
 

@@ -20,7 +20,8 @@ Pair = tuple[Tensor, Tensor]
 
 class Routes(NamedTuple):
     """Rows sorted by expert, the n · per_token that they are with one for each choice: `rows` [m] are where they come
-    from, `places` [m] where each choice's row is, `ends` int32 [experts] behind which row each expert's end."""
+    from, `places` [m] where each choice's row is, `ends` int32 [experts] behind which row each expert's end. Rows of
+    experts that another rank has are behind all others, and of their choices the place is −1."""
 
     rows: Tensor
     places: Tensor
@@ -65,14 +66,14 @@ class RowOps(Protocol):
         to 1, and which these are, integers; [n, per_token] each. The softmax is one in float32."""
         ...
 
-    def sort_by_expert(self, chosen: Tensor, experts: int) -> Routes:
-        """Of what `route` chose; rows of one expert stay in order. Nothing is asked of the device, so that this can be
-        captured."""
+    def sort_by_expert(self, chosen: Tensor, experts: int, own: slice | None = None) -> Routes:
+        """Of what `route` chose; rows of one expert stay in order. This rank has the `own` of all experts, None: it has
+        all. Nothing is asked of the device, so that this can be captured."""
         ...
 
     def weighted_sum(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         """x [m, hidden], sorted by expert → [n, hidden]: for each row of weights [n, per_token] the sum of its choices'
-        rows, each times its weight, in the order of the choices."""
+        rows, each times its weight, in the order of the choices. One whose place is −1 adds nothing."""
         ...
 
 
@@ -117,19 +118,25 @@ class TorchOps:
         weights, chosen = logits.float().softmax(-1).topk(per_token, dim=-1)
         return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), chosen
 
-    def sort_by_expert(self, chosen: Tensor, experts: int) -> Routes:
+    def sort_by_expert(self, chosen: Tensor, experts: int, own: slice | None = None) -> Routes:
         """See `RowOps`."""
-        flat = chosen.flatten()
+        flat, others = chosen.flatten(), None
+        if own is not None and own.stop - own.start < experts:
+            others = (flat < own.start) | (flat >= own.stop)
+            experts = own.stop - own.start
+            flat = (flat - own.start).masked_fill(others, experts)
         order = flat.argsort(stable=True)
-        counts = torch.zeros(experts, dtype=torch.int32, device=flat.device)
+        counts = torch.zeros(experts + 1, dtype=torch.int32, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=flat.device)
-        return Routes(order // chosen.shape[1], places, counts.cumsum(0, dtype=torch.int32))
+        places = places if others is None else places.masked_fill_(others, -1)
+        return Routes(order // chosen.shape[1], places, counts[:experts].cumsum(0, dtype=torch.int32))
 
     def weighted_sum(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         """See `RowOps`."""
-        return (x[places].view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+        there = (places >= 0).view(*weights.shape, 1)
+        return torch.where(there, x[places].view(*weights.shape, x.shape[1]) * weights.unsqueeze(-1), 0.0).sum(1)
 
 
 TORCH = TorchOps()

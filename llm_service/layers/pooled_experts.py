@@ -60,6 +60,11 @@ class PooledExperts(Routed):
         weights, chosen = self.gate(x * self._multiplier)
         rows = self.pooled_norm(self.pool(x)).repeat_interleave(chosen.shape[1], 0)  # one for each choice
         once = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
-        each = self.expert_norm(self._group.sum(self.mixture(rows, once, chosen.reshape(-1, 1))))
-        out: Tensor = self.unpool((each.view(*chosen.shape, -1) * weights.unsqueeze(2)).sum(1))
+        each = self.mixture(rows, once, chosen.reshape(-1, 1))
+        alone = (
+            self._group.expert_parallel
+        )  # an output is one rank's, of the others it is 0, and so is the norm of that
+        each = self.expert_norm(each if alone else self._group.sum(each))
+        sums = (each.view(*chosen.shape, -1) * weights.unsqueeze(2)).sum(1)
+        out: Tensor = self.unpool(self._group.sum(sums) if alone else sums)
         return out

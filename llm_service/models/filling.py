@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import CheckpointError
 from common.linear import finalize_linears
-from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, fill, path_within
+from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, elsewhere, fill, path_within
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.decoder import Decoder
 
@@ -88,6 +88,8 @@ def _read(
 def _place(module: nn.Module, place: Place, stored: Stored, *, device: torch.device, rounded: Rounded) -> None:
     """Reads this rank's share of a tensor. What is whole then, and large, is finalized: so no more than one weight is
     there in a longer type than it will have."""
+    if place is elsewhere:
+        return
     place(stored)
     if isinstance(module, Finalized) and module.whole():
         module.to(device)

@@ -74,6 +74,8 @@ def load_decoder(
     """
     text, scheme = text or TextSide.of(checkpoint), Scheme.of(checkpoint.config)
     check_weight_dtype(weight_dtype, scheme, device)
+    if group.expert_parallel and not text.config.experts:
+        raise CheckpointError("--enable-expert-parallel is for models with experts, and this one has none")
     rounded, kept = Rounded.of(weight_dtype), dtype
     if dtype == torch.bfloat16 and device.type == "cpu" and selection.computes_bfloat16():
         dtype, rounded = torch.float32, Rounded.of(weight_dtype, bfloat16=True)

@@ -94,6 +94,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
     if settings.symmetric_memory:
         group = _with_symmetric_memory(group, dtype, device)
+    if settings.expert_parallel:
+        group = group.with_whole_experts()
     hf, text = settings.hf, None
     if hf is not None:
         text = known_text(checkpoint, hf, group, settings.max_context)
@@ -330,6 +332,8 @@ def _decoder(
         return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype, text=text)
     if settings.compile:
         raise CheckpointError("--compile is not for a model that transformers computes")
+    if group.expert_parallel:
+        raise CheckpointError("--enable-expert-parallel is not for a model that transformers computes")
     own: dict[str, Any] = {"weight_dtype": settings.weight_dtype, "attention": settings.attention}
     return load_hf_decoder(checkpoint, settings.hf, dtype, device, group, **own)
 

@@ -97,19 +97,36 @@ def test_a_rank_holds_its_part_of_every_weight_and_no_longer_form(
     folders: tuple[Path, Path], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(ranks):
-        group = TensorGroup(rank, ranks)
-        ours = load_decoder(Checkpoint(folders[0]), torch.float32, CPU, group)
-        assert describe(ours, "").widened_in == "registers"
-        with monkeypatch.context() as patch:
-            for kind in (PackedLinear, Experts):
-                patch.setattr(kind, "finalize", lambda self, **_: None)
-            theirs = dict(load_decoder(Checkpoint(folders[1]), torch.float32, CPU, group).named_modules())
-        compared = 0
-        for name, module in ours.layers.named_modules(prefix="layers"):
-            for weight, expected in pairs(module, theirs[name]):
-                torch.testing.assert_close(wide(weight), expected, rtol=1e-6, atol=0, msg=name)
-                compared += 1
-        assert compared >= 4 * len(ours.layers), "few are quantised"
+        check_share(folders, TensorGroup(rank, ranks), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        pytest.param(kind, id=" ".join(kind), marks=() if kind in KINDS else pytest.mark.soak)
+        for kind in (*KINDS, *REST)
+        if "moe" in kind[0]
+    ],
+    indirect=True,
+)
+def test_a_rank_holds_some_experts_whole(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(2):
+        check_share(folders, TensorGroup(rank, 2, expert_parallel=True), monkeypatch)
+
+
+def check_share(folders: tuple[Path, Path], group: TensorGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = load_decoder(Checkpoint(folders[0]), torch.float32, CPU, group)
+    assert describe(ours, "").widened_in == "registers"
+    with monkeypatch.context() as patch:
+        for kind in (PackedLinear, Experts):
+            patch.setattr(kind, "finalize", lambda self, **_: None)
+        theirs = dict(load_decoder(Checkpoint(folders[1]), torch.float32, CPU, group).named_modules())
+    compared = 0
+    for name, module in ours.layers.named_modules(prefix="layers"):
+        for weight, expected in pairs(module, theirs[name]):
+            torch.testing.assert_close(wide(weight), expected, rtol=1e-6, atol=0, msg=name)
+            compared += 1
+    assert compared >= 4 * len(ours.layers), "few are quantised"
 
 
 def pairs(module: torch.nn.Module, plain: torch.nn.Module) -> Iterator[tuple[object, torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,13 @@ def test_experts_are_read_however_they_are_stored(
     check(*publish(checkpoints("qwen3_vl_moe"), tmp_path, rules, experts=experts, swapped=swapped))
 
 
-def test_a_rank_has_its_part_of_stacked_experts(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_rank_has_its_part_of_stacked_experts_or_some_of_them(
+    checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
     rules = by_name((EXPERTS, "NVFP4"))
     published, whole = publish(checkpoints("qwen3_vl_moe"), tmp_path, rules, experts="stacked", swapped=True)
-    for rank in range(2):
-        group = TensorGroup(rank, 2)
+    for rank, alone in product(range(2), (False, True)):
+        group = TensorGroup(rank, 2, expert_parallel=alone)
         ours, theirs = (load_decoder(Checkpoint(each), torch.float32, CPU, group) for each in (published, whole))
         experts = [part for part in ours.modules() if isinstance(part, layer.Experts)]
         plain = [part for part in theirs.modules() if isinstance(part, layer.Experts)]
@@ -83,7 +86,10 @@ def test_a_rank_has_its_part_of_stacked_experts(checkpoints: Callable[..., Path]
         for mine, expected in zip(experts, plain, strict=True):
             assert not mine.gate_up_proj.numel()
             x = torch.randn(3, 64)
-            for number in range(mine.count):
+            assert mine.own == (
+                slice(mine.count // 2 * rank, mine.count // 2 * (rank + 1)) if alone else slice(0, mine.count)
+            )
+            for number in range(mine.own.start, mine.own.stop):
                 torch.testing.assert_close(mine.run(number, x), expected.run(number, x), rtol=1e-4, atol=1e-4)
 
 

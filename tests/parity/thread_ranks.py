@@ -33,8 +33,8 @@ class Meeting:
 class ThreadGroup(TensorGroup):
     """As TensorGroup, of threads."""
 
-    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
-        super().__init__(rank, size)
+    def __init__(self, rank: int, size: int, meeting: Meeting, *, expert_parallel: bool = False) -> None:
+        super().__init__(rank, size, expert_parallel=expert_parallel)
         object.__setattr__(self, "_meeting", meeting)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -44,14 +44,14 @@ class ThreadGroup(TensorGroup):
         return torch.cat(self._meeting.all_of(self.rank, x), dim=1)  # type: ignore[attr-defined]
 
 
-def on_ranks(size: int, compute: Callable[[TensorGroup], Any]) -> list[Any]:
+def on_ranks(size: int, compute: Callable[[TensorGroup], Any], *, expert_parallel: bool = False) -> list[Any]:
     """What each rank's thread returns."""
     meeting = Meeting(size)
 
     def run(rank: int) -> Any:
         try:
             with torch.inference_mode():
-                return compute(ThreadGroup(rank, size, meeting))
+                return compute(ThreadGroup(rank, size, meeting, expert_parallel=expert_parallel))
         except BaseException:
             meeting.leave()
             raise

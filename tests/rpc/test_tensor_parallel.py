@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import pictures
+from tests import pictures, reference
 from tests.checkpoints import Family
-from tests.launch import llm_server
-from tests.rpc.pairs import LLM_FLAGS, Pair, about, asked, greedy, pair, tokens, usable
+from tests.launch import encoder_server, llm_server
+from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, greedy, pair, tokens, usable
 from tests.waiting import until
 from twinlens import EncoderClient, LlmClient, image, user, v1
 
@@ -37,6 +37,33 @@ def test_two_ranks_give_the_tokens_of_one(family: Family, checkpoints: Callable[
 
 def test_two_ranks_give_the_tokens_of_one_with_deepstack(qwen3: Pair) -> None:
     check_two_ranks(qwen3)
+
+
+def test_two_ranks_with_whole_experts_give_the_tokens_of_transformers(checkpoints: Callable[..., Path]) -> None:
+    folder, picture = checkpoints("qwen3_vl_moe"), pictures.photograph("coffee").resize((160, 120))
+    prompts = {"Tell me about two red circles.": [], "What is it?": [picture]}
+    with (
+        encoder_server(folder, light=False, **ENCODER_FLAGS) as encoder,
+        llm_server(folder, encoder.address, light=False, **LLM_FLAGS, tp=2, enable_expert_parallel="yes") as service,
+        LlmClient(service.address) as two,
+    ):
+        until(lambda: usable(two, 1), "the encoder is usable")
+        for text, stills in prompts.items():
+            content = [*({"type": "image"} for _ in stills), {"type": "text", "text": text}]
+            inputs = reference.reference_inputs(folder, [{"role": "user", "content": content}], stills, [])
+            wanted = reference.reference_generate(folder, inputs, 16)
+            said = tokens(two, asked(user(*(image(pictures.encoded(each)) for each in stills), text), greedy(16)))
+            assert said == wanted
+
+
+@pytest.mark.soak
+def test_experts_that_ranks_cannot_have_whole_are_refused_at_once(checkpoints: Callable[..., Path]) -> None:
+    flags = {**LLM_FLAGS, "tp": 4, "enable_expert_parallel": "yes"}
+    with (
+        pytest.raises(RuntimeError, match="llm_service: 6 experts cannot be given whole to 4 ranks"),
+        llm_server(checkpoints("qwen3_vl_moe"), light=False, **flags),
+    ):
+        pass
 
 
 @pytest.mark.soak

@@ -43,7 +43,7 @@ def round_rows_kernel(
             each_end = tl.arange(0, POWER)
             end = tl.load(ends + each_end, each_end < EXPERTS, 0)
             expert = tl.sum(((end <= row) & (each_end < EXPERTS)).to(tl.int32), 0)
-        scale = tl.load(steps + expert)
+        scale = tl.load(steps + expert, expert < EXPERTS, 1.0)  # or it is none of these
     else:
         scale = tl.where(most > 0, tl.math.div_rn(most, _STEPS), 1.0)
     tl.store(scales + row, tl.where(most < float("inf"), scale, float("nan")))

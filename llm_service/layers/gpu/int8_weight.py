@@ -93,17 +93,18 @@ class Int8Weight:
         _, outputs, inputs = self.codes.shape
         return self._run(x.reshape(-1, inputs), bias=bias).view(*x.shape[:-1], outputs)
 
-    def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its weight."""
-        return self._run(x, ends)
+    def grouped_product(self, x: Tensor, ends: Tensor, among: int = 0) -> Tensor:
+        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its weight; `among`
+        as in `GroupedProduct`."""
+        return self._run(x, ends, among=among or len(self.codes))
 
-    def _run(self, x: Tensor, ends: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def _run(self, x: Tensor, ends: Tensor | None = None, bias: Tensor | None = None, *, among: int = 1) -> Tensor:
         (experts, n, k), m = self.codes.shape, len(x)
         out = x.new_empty(m, n)
         if not m:
             return out
         numbers, scales = _rounded(x.contiguous(), self.steps, ends)
-        launch = launch_for(m if ends is None else -(-m // experts), n, k)
+        launch = launch_for(-(-m // among), n, k)
         splits = launch.splits if ends is None else 1
         tiles = triton.cdiv(m, launch.rows) if ends is None else m // launch.rows + min(m, experts)
         sums = out if splits == 1 else torch.empty(splits, m, n, dtype=torch.int32, device=x.device)

@@ -142,12 +142,14 @@ class GpuWeight:
             out = self._run_wide(rows)
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], self.outputs)
 
-    def grouped_product(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its weight."""
-        many = len(x) > _MANY_EACH * len(self.codes)
+    def grouped_product(self, x: Tensor, ends: Tensor, among: int = 0) -> Tensor:
+        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its weight; `among`
+        as in `GroupedProduct`."""
+        among = among or len(self.codes)
+        many = len(x) > _MANY_EACH * among
         if many and self.scaled_experts is not None and x.dtype == torch.bfloat16:
             return self.scaled_experts.product(x, ends)
-        return self._run(x if self.order is None else x[:, self.order], ends)
+        return self._run(x if self.order is None else x[:, self.order], ends, among)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         """The first expert's weight, [outputs, inputs]."""
@@ -178,11 +180,11 @@ class GpuWeight:
         )
         return out
 
-    def _run(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
+    def _run(self, x: Tensor, ends: Tensor | None = None, among: int = 1) -> Tensor:
         experts, m, n = len(self.codes), len(x), self.outputs
         if not m:
             return x.new_empty(0, n)
-        launch = launch_for(m if ends is None else -(-m // experts), n, self.inputs, tile_for(x.dtype, self.tile))
+        launch = launch_for(-(-m // among), n, self.inputs, tile_for(x.dtype, self.tile))
         splits = launch.splits if ends is None else 1
         tiles = triton.cdiv(m, launch.rows) if ends is None else m // launch.rows + min(m, experts)
         dtype = x.dtype if splits == 1 else torch.float32

@@ -41,9 +41,18 @@ def route_kernel(
     tl.store(weights + token * PER_TOKEN + place, result, place < PER_TOKEN)
 
 
-@triton.jit(do_not_specialize=["count"])
-def sort_kernel(rows, places, ends, chosen, count, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the rows of one expert go: behind those of all before it, in order. Grid [experts]; `count` choices.
+@triton.jit
+def _numbers(chosen, choice, count, first, experts):
+    """int32: which of `experts` from number `first` on are chosen, `experts` where it is another."""
+    number = tl.load(chosen + choice, choice < count, -1).to(tl.int32) - first
+    return tl.where((number < 0) | (number >= experts), experts, number)
+
+
+@triton.jit(do_not_specialize=["count", "first", "experts"])
+def sort_kernel(rows, places, ends, chosen, count, first, experts, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the rows of one expert go: behind those of all before it, in order. `count` choices, of which those of
+    `experts` from number `first` on count; grid [experts], and one more program where there are others, whose rows go
+    behind all of these.
 
     Each program counts for itself how many go before its own: to read all choices twice is less than a second launch.
     """
@@ -51,32 +60,33 @@ def sort_kernel(rows, places, ends, chosen, count, PER_TOKEN: tl.constexpr, BLOC
     before = 0
     own = 0
     for start in range(0, count, BLOCK):
-        choice = start + tl.arange(0, BLOCK)
-        other = tl.load(chosen + choice, choice < count, 2147483647)
+        other = _numbers(chosen, start + tl.arange(0, BLOCK), count, first, experts)
         before += tl.sum((other < expert).to(tl.int32), 0)
         own += tl.sum((other == expert).to(tl.int32), 0)
-    tl.store(ends + expert, before + own)
+    tl.store(ends + expert, before + own, expert < experts)
     for start in range(0, count, BLOCK):
         choice = start + tl.arange(0, BLOCK)
-        other = tl.load(chosen + choice, choice < count, 2147483647)
-        mine = (other == expert).to(tl.int32)
+        other = _numbers(chosen, choice, count, first, experts)
+        mine = ((other == expert) & (choice < count)).to(tl.int32)
         place = before + tl.cumsum(mine, 0) - 1
         tl.store(rows + place, choice // PER_TOKEN, mine > 0)
-        tl.store(places + choice, place, mine > 0)
+        tl.store(places + choice, tl.where(expert < experts, place, -1), mine > 0)
         before += tl.sum(mine, 0)
 
 
 @triton.jit
 def weighted_sum_kernel(out, x, places, weights, size, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a token's PER_TOKEN rows of x, each times its weight. Grid [tokens, size / BLOCK]; rows are whole."""
+    """The sum of a token's PER_TOKEN rows of x, each times its weight; one whose place is below 0 is not read. Grid
+    [tokens, size / BLOCK]; rows are whole."""
     token = tl.program_id(0).to(tl.int64)
     dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for n in tl.static_range(PER_TOKEN):
         place = tl.load(places + token * PER_TOKEN + n).to(tl.int64)
         weight = tl.load(weights + token * PER_TOKEN + n).to(tl.float32)
-        own = tl.load(x + place * size + dim, dim < size, 0.0).to(tl.float32)
-        total += (own * weight).to(x.dtype.element_ty).to(tl.float32)  # torch rounds it as well
+        own = tl.load(x + place * size + dim, (dim < size) & (place >= 0), 0.0).to(tl.float32)
+        part = (own * weight).to(x.dtype.element_ty).to(tl.float32)  # torch rounds it as well
+        total += tl.where(place >= 0, part, 0.0)
     tl.store(out + token * size + dim, total.to(out.dtype.element_ty), dim < size)
 
 
@@ -90,12 +100,17 @@ def route(logits: Tensor, per_token: int) -> Pair:
     return weights, chosen
 
 
-def sort_by_expert(chosen: Tensor, experts: int) -> Routes:
+def sort_by_expert(chosen: Tensor, experts: int, own: slice | None = None) -> Routes:
     """See `RowOps`."""
+    first, here = (0, experts) if own is None else (own.start, own.stop - own.start)
     rows, places = torch.empty((2, chosen.numel()), dtype=torch.int32, device=chosen.device)
-    ends = torch.empty(experts, dtype=torch.int32, device=chosen.device)
-    sort_kernel[(experts,)](
-        rows, places, ends, chosen.contiguous(), chosen.numel(), PER_TOKEN=chosen.shape[1], BLOCK=_BLOCK, num_warps=4
+    ends = torch.empty(here, dtype=torch.int32, device=chosen.device)
+    sort_kernel[(here + (here < experts),)](
+        *(rows, places, ends, chosen.contiguous()),
+        *(chosen.numel(), first, here),
+        PER_TOKEN=chosen.shape[1],
+        BLOCK=_BLOCK,
+        num_warps=4,
     )
     return Routes(rows, places, ends)
 

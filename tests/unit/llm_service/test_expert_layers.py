@@ -43,6 +43,17 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (  # isort: ski
 )
 
 
+GROUPS = (
+    [ALONE],
+    *(
+        [TensorGroup(rank, size, expert_parallel=whole) for rank in range(size)]
+        for size in (2,)
+        for whole in (False, True)
+    ),
+)
+"""Of one rank; of some that have a part of each expert; of some that have some experts each."""
+
+
 @torch.inference_mode()
 def test_experts_with_a_shared_one_beside_them() -> None:
     settings = Qwen3_5MoeTextConfig(
@@ -53,15 +64,13 @@ def test_experts_with_a_shared_one_beside_them() -> None:
         shared_expert_intermediate_size=48,
     )
     theirs = drawn(Qwen3_5MoeSparseMoeBlock(settings))
-    ours = SparseMLP(6, 2, HIDDEN, 24, ALONE, torch.float32, shared_inner=48)
-    read(ours, theirs)
     x = noise(9, HIDDEN)
     expected = theirs(x.unsqueeze(0))[0]
-    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
-    ranks = [SparseMLP(6, 2, HIDDEN, 24, TensorGroup(rank, 2), torch.float32, shared_inner=48) for rank in range(2)]
-    for rank in ranks:
-        read(rank, theirs)
-    torch.testing.assert_close(sum(rank(x) for rank in ranks), expected, rtol=1e-4, atol=1e-5)
+    for groups in GROUPS:
+        ranks = [SparseMLP(6, 2, HIDDEN, 24, group, torch.float32, shared_inner=48) for group in groups]
+        for rank in ranks:
+            read(rank, theirs)
+        torch.testing.assert_close(sum(rank(x) for rank in ranks), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()
@@ -73,10 +82,9 @@ def test_experts_whose_inputs_are_scaled(per_token: int) -> None:
     stored = nn.ModuleDict({names.get(name, name): part for name, part in theirs.named_children()})
     x = noise(9, HIDDEN)
     expected = theirs(x.unsqueeze(0))[0]
-    for ranks in (1, 2):
+    for groups in GROUPS:
         parts = []
-        for rank in range(ranks):
-            group = TensorGroup(rank, ranks) if ranks > 1 else ALONE
+        for group in groups:
             given = 6, per_token, HIDDEN, 24, group, torch.float32
             ours = InputScaledMLP(*given, shared_inner=24, shared_gate=False)
             read(ours, stored)
@@ -128,7 +136,7 @@ def test_stacked_experts_may_have_gates_and_what_they_open_apart() -> None:
 
 @torch.inference_mode()
 def test_experts_of_narrower_rows_whose_outputs_are_normed() -> None:
-    """Over ranks they are normed once they are whole."""
+    """Over ranks they are normed once they are whole, which an expert's are where it is."""
     sizes = {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "moe_hidden_size": 40}
     settings = MuseSparkTextConfig(**SIZES | {"rope_parameters": None}, **sizes, routed_scaling_factor=1.5)
     theirs = drawn(MuseSparkMoE(settings))
@@ -155,7 +163,7 @@ def test_experts_of_narrower_rows_whose_outputs_are_normed() -> None:
             places[each](InMemory(tensor))
         return made(x)
 
-    for found in (ours(ALONE), *on_ranks(2, ours)):
+    for found in (ours(ALONE), *on_ranks(2, ours), *on_ranks(3, ours, expert_parallel=True)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -179,16 +187,18 @@ def test_experts_by_modality(kinds: list[int], monkeypatch: pytest.MonkeyPatch) 
     """On a GPU all tokens go through both."""
     theirs, x, media = modality_experts(), noise(5, HIDDEN), torch.tensor(kinds)
     expected = theirs(x.unsqueeze(0), media.unsqueeze(0))[0][0]
-    parts = []
-    for rank in range(2):
-        ours = ModalityExperts(modality_config(), TensorGroup(rank, 2), torch.float32)
-        read(ours, theirs)
-        parts.append(ours(x, media.bool()))
-    torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
+
+    def check(groups: list[TensorGroup]) -> None:
+        ranks = [ModalityExperts(modality_config(), group, torch.float32) for group in groups]
+        for rank in ranks:
+            read(rank, theirs)
+        torch.testing.assert_close(sum(rank(x, media.bool()) for rank in ranks), expected, rtol=1e-4, atol=1e-5)
+
+    for groups in GROUPS:
+        check(groups)
     monkeypatch.setattr(ModalityExperts, "_apart", ModalityExperts._both)
-    whole = ModalityExperts(modality_config(), ALONE, torch.float32)
-    read(whole, theirs)
-    torch.testing.assert_close(whole(x, media.bool()), expected, rtol=1e-4, atol=1e-5)
+    for groups in GROUPS:
+        check(groups)
 
 
 @torch.inference_mode()
@@ -205,15 +215,16 @@ def test_experts_by_modality_are_read_as_they_are_published() -> None:
             matrices = {"gate_proj": gate, "up_proj": up, "down_proj": stored[f"{of}.experts.down_proj"][number]}
             published |= {f"experts.{first + number}.{kind}.weight": each for kind, each in matrices.items()}
     published |= {name: each for name, each in stored.items() if name.startswith("shared_experts")}
-    ours, wanted = (ModalityExperts(modality_config(), ALONE, torch.float32) for _ in range(2))
-    places = {name: place for name, (_, place) in targets(ours)}
-    for name, each in published.items():
-        places[name](InMemory(each))
-    read(wanted, theirs)
-    assert ours.routers.whole()
-    assert ours.media.experts.whole()
-    for one, other in zip(ours.parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for group in (ALONE, TensorGroup(1, 2, expert_parallel=True)):
+        ours, wanted = (ModalityExperts(modality_config(), group, torch.float32) for _ in range(2))
+        places = {name: place for name, (_, place) in targets(ours)}
+        for name, each in published.items():
+            places[name](InMemory(each))
+        read(wanted, theirs)
+        assert ours.routers.whole()
+        assert ours.media.experts.whole()
+        for one, other in zip(ours.parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(one, other)
 
 
 @torch.inference_mode()
@@ -234,10 +245,9 @@ def test_experts_in_groups(groups: int, kept: int) -> None:
     grouped = GroupedExperts(groups, kept, 2.5)
     x = noise(9, HIDDEN)
     expected = theirs(x.unsqueeze(0))[0]
-    for ranks in (1, 2):
+    for groups in GROUPS:
         parts = []
-        for rank in range(ranks):
-            group = TensorGroup(rank, ranks) if ranks > 1 else ALONE
+        for group in groups:
             ours = SparseMLP(
                 8, 3, HIDDEN, 24, group, torch.float32, shared_inner=48, shared_gate=False, grouped=grouped
             )

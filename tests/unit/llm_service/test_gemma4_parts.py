@@ -141,11 +141,13 @@ def test_ranks_share_experts_beside_a_dense_part() -> None:
     _, expected, numbers = theirs.router(x)
     torch.testing.assert_close(weights, expected)
     assert torch.equal(chosen, numbers)
-    halves = [ExpertsBeside(shape, TensorGroup(rank, 2), torch.float32) for rank in range(2)]
-    for half in halves:
-        read(half, parts)
-    mixed = sum(half.mixture(x, weights, chosen) for half in halves)
-    torch.testing.assert_close(mixed, theirs.experts(x, chosen, weights), rtol=1e-4, atol=1e-5)
+    for alone in (False, True):
+        groups = [TensorGroup(rank, 2, expert_parallel=alone) for rank in range(2)]
+        halves = [ExpertsBeside(shape, group, torch.float32) for group in groups]
+        for half in halves:
+            read(half, parts)
+        mixed = sum(half.mixture(x, weights, chosen) for half in halves)
+        torch.testing.assert_close(mixed, theirs.experts(x, chosen, weights), rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from common.hf.description import HfModel
 from common.hf.models import describe
 from llm_service.layers.attention import flash_backend
 from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV
-from llm_service.layers.group import ALONE
+from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Install, StepPlan, StepResult
@@ -61,18 +61,19 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("given", "group", "named"),
     [
-        ({"compile": True}, "--compile"),
+        ({"compile": True}, ALONE, "--compile"),
+        ({}, TensorGroup(1, 2, expert_parallel=True), "--enable-expert-parallel"),
     ],
 )
 def test_what_a_model_that_transformers_computes_does_not_have_is_refused_by_name(
-    checkpoints: Callable[..., Path], given: dict[str, Any], named: str
+    checkpoints: Callable[..., Path], given: dict[str, Any], group: TensorGroup, named: str
 ) -> None:
     found = HfModel(architecture="", hidden_size=8, vocab_size=8, max_position=8, placeholders={})
     settings = msgspec.structs.replace(SETTINGS, **{"attention": "auto", "hf": found, **given})
     with pytest.raises(CheckpointError, match=f"{named} is not for a model that transformers computes"):
-        load._decoder(settings, Checkpoint(checkpoints("qwen3_vl")), torch.float32, torch.device("cpu"), ALONE)
+        load._decoder(settings, Checkpoint(checkpoints("qwen3_vl")), torch.float32, torch.device("cpu"), group)
 
 
 def test_a_model_without_a_family_whose_text_our_decoder_computes_has_what_a_family_has(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from llm_service.model_config.text import TextConfig
 from llm_service.models import filling, loader
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantized import load_weights
-from tests.checkpoints import FAMILIES, Family
+from llm_service.worker.weights import describe
+from tests.checkpoints import FAMILIES, Family, Layout
 
 CPU = torch.device("cpu")
 
@@ -253,3 +254,28 @@ def test_embeddings_stay_in_16_bits_and_are_computed_with_in_32(
     given = words(torch.tensor([3, 0, 3]))
     assert given.dtype == torch.float32
     assert torch.equal(given, stored[[3, 0, 3]].float())
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "said"),
+    [
+        ("qwen3_vl", 2, "--enable-expert-parallel is for models with experts, and this one has none"),
+        ("qwen3_vl_moe", 4, "6 experts cannot be given whole to 4 ranks"),
+    ],
+)
+def test_experts_that_ranks_cannot_have_whole_are_refused(
+    family: Family, ranks: int, said: str, checkpoints: Callable[..., Path]
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        load_decoder(Checkpoint(checkpoints(family)), torch.float32, CPU, TensorGroup(0, ranks, expert_parallel=True))
+
+
+@pytest.mark.parametrize("layout", ["hub", "saved"])
+def test_ranks_with_whole_experts_hold_no_more_than_with_parts_of_each(
+    checkpoints: Callable[..., Path], layout: Layout
+) -> None:
+    """The router besides, which every rank has."""
+    checkpoint = Checkpoint(checkpoints("qwen3_vl_moe", layout=layout))
+    groups = TensorGroup(1, 2), TensorGroup(1, 2, expert_parallel=True)
+    parts, whole = (describe(load_decoder(checkpoint, torch.float32, CPU, group), "").bytes for group in groups)
+    assert whole == parts

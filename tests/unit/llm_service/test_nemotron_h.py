@@ -98,8 +98,10 @@ def test_ranks_shares_of_mamba2_and_of_experts_sum_up(model: Any) -> None:
     x, tensors = torch.randn(9, 48, generator=torch.Generator().manual_seed(1)), named(model)
     for prefix, make in (("layers.1.mixer.", mixed), ("layers.0.mlp.", experts)):
         own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-        whole, *parts = (make(TensorGroup(rank, size), own, x) for rank, size in ((0, 1), (0, 2), (1, 2)))
-        torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-4, atol=1e-5)
+        whole = make(ALONE, own, x)
+        for alone in (False, True):
+            parts = [make(TensorGroup(rank, 2, expert_parallel=alone), own, x) for rank in range(2)]
+            torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-4, atol=1e-5)
 
 
 def mixed(group: TensorGroup, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
