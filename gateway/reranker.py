@@ -10,9 +10,9 @@ from functools import partial
 from typing import Final
 
 from common.errors import Internal, TwinlensError
-from gateway import convert
 from gateway.api.chat_request import Message, Part, TextPart
 from gateway.api.score_request import Document, ScoringFields, TextDocument
+from gateway.convert import conversation
 from gateway.generation import Generations
 from gateway.request_context import RequestContext
 from twinlens.v1 import llm_pb2
@@ -80,7 +80,7 @@ def _request(asked: ScoringFields, name: str, messages: Sequence[Message], token
     return llm_pb2.GenerateRequest(
         request_id=name,
         model=asked.model or "",
-        chat=convert.chat_input(messages, asked.mm_processor_kwargs, None, "messages"),
+        chat=conversation.chat_input(messages, asked.mm_processor_kwargs, None, "messages"),
         sampling=sampling,
         cache_salt=asked.cache_salt or "",
         priority=asked.priority or 0,

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common import tasks
-from gateway import convert, measured
+from gateway import measured
 from gateway.api.chat_request import ChatRequest, ChatStreamOptions
+from gateway.convert import answers, conversation, field_names
 from gateway.generation import Generations
 from gateway.output_parser import (
     ArgumentsDelta,
@@ -76,7 +77,7 @@ class _Choice:
 
     def finish(self) -> dict[str, Any]:
         """Why it ended."""
-        ended = convert.finish(self.finished)
+        ended = answers.finish(self.finished)
         if self.parser.calls and ended["finish_reason"] == "stop":
             ended["finish_reason"] = "tool_calls"
         return ended
@@ -131,7 +132,7 @@ class _Asked:
     def logprobs(self, delta: llm_pb2.GenerateDelta) -> list[dict[str, Any]]:
         """How likely new tokens were."""
         given = delta.logprobs
-        return convert.chat_logprobs(convert.named_by_ids(given, delta.token_ids) if self.as_ids and given else given)
+        return answers.chat_logprobs(answers.named_by_ids(given, delta.token_ids) if self.as_ids and given else given)
 
     async def prompt(self, started: llm_pb2.GenerateStarted) -> dict[str, Any]:
         """What is said of the prompt."""
@@ -139,7 +140,7 @@ class _Asked:
         if self.with_ids:
             told["prompt_token_ids"] = list(started.prompt_token_ids)
         if self.with_uuids:
-            told["media_uuids"] = convert.media_uuids(started)
+            told["media_uuids"] = answers.media_uuids(started)
         if self.prompt_scores is not None:
             told["prompt_logprobs"] = await tasks.to_thread(self.prompt_scores.as_vllm)
         return told
@@ -156,7 +157,7 @@ class Chat:
         """One request, streamed or whole."""
         context = context_of(request, "chat")
         body = await context.read(ChatRequest)
-        message = await context.made(convert.chat_request, body, context.id)
+        message = await context.made(conversation.chat_request, body, context.id)
         name = self._services.name(body.model)
         options = body.stream_options or ChatStreamOptions()
         asked = _Asked(
@@ -174,12 +175,12 @@ class Chat:
             tool_format(body, self._services.about(name)),
             functions_of(body),
             body.parallel_tool_calls is False,
-            convert.form_of_answer(message),
+            conversation.form_of_answer(message),
             bool(body.stream),
         )
         otherwise = await context.made(loose_form, body)
         generation = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)
-        events = convert.named_by(convert.names_of(body), generation)
+        events = field_names.named_by(field_names.names_of(body), generation)
         if asked.prompt_scores is not None:
             events = collected(events, asked.prompt_scores)
         stream = body.stream
@@ -201,7 +202,7 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
     def chunk(index: int, delta: dict[str, Any], prompt: dict[str, Any] | None = None, **rest: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
         if asked.with_usage_so_far:
-            more["usage"] = convert.usage_of(started.prompt_tokens, started.cached_tokens, tokens)
+            more["usage"] = answers.usage_of(started.prompt_tokens, started.cached_tokens, tokens)
         return chunks.chunk({"choices": [choice], **more, **(prompt or {})})
 
     async with aclosing(events) as each:
@@ -233,7 +234,7 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
                     continue
     last: dict[str, Any] = {}
     if asked.with_usage:
-        last["usage"] = convert.usage([[choice.finished for choice in choices]])
+        last["usage"] = answers.usage([[choice.finished for choice in choices]])
     if asked.with_timings:
         last["timings"] = measured.timings(started, finished)
     yield Last(ending + (chunks.chunk({"choices": [], **last}) if last else b"") + DONE)
@@ -274,6 +275,6 @@ async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
             }
             for index, choice in enumerate(choices)
         ],
-        "usage": convert.usage([[choice.finished for choice in choices]]),
+        "usage": answers.usage([[choice.finished for choice in choices]]),
         **prompt,
     }

@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from common import tasks
 from common.errors import InvalidInput
-from gateway import convert
 from gateway.api.fields import VLLM_DEFAULTS, Int, Prompt, SamplingFields, StreamOptions
+from gateway.convert import answers, field_names, prompt_inputs, sampling_params
 from gateway.generation import Generations
 from gateway.prompt_scores import PromptScores, collected
 from gateway.prompt_turns import PromptTurns
@@ -74,7 +74,7 @@ class _Choice:
         given = list(given)
         offsets = [self.offsets.add(each.text_bytes or each.text.encode()) for each in given]
         if ids is not None and given:
-            given = convert.named_by_ids(given, ids)
+            given = answers.named_by_ids(given, ids)
         return {
             "tokens": [each.text for each in given],
             "token_logprobs": [each.logprob for each in given],
@@ -165,7 +165,7 @@ class _Asked:
         return {
             "index": index,
             **self.begun(index, choice, "".join(choice.text), (choice.given, choice.token_ids)),
-            **convert.finish(choice.finished),
+            **answers.finish(choice.finished),
             **({"token_ids": choice.token_ids} if self.with_ids else {}),
         }
 
@@ -187,10 +187,12 @@ class Completions:
         context = context_of(request, "completions")
         asked = await context.read(CompletionRequest)
         bare = asked.add_special_tokens is False
-        prompts = await context.made(partial(convert.prompts, bare=bare), asked.prompt, self._max_prompts, "prompt")
-        params = await context.made(convert.sampling, asked)
+        prompts = await context.made(
+            partial(prompt_inputs.prompts, bare=bare), asked.prompt, self._max_prompts, "prompt"
+        )
+        params = await context.made(sampling_params.sampling, asked)
         if asked.response_format is not None:
-            convert.set_response_format(params, asked.response_format)
+            sampling_params.set_response_format(params, asked.response_format)
         if asked.max_tokens is None:
             params.max_tokens = _MAX_TOKENS
         if asked.logprobs is not None:
@@ -202,10 +204,10 @@ class Completions:
             params.max_tokens = 1  # which is dropped
         with_ids = bool(asked.return_token_ids or (asked.echo and asked.logprobs is not None))
         messages = (
-            convert.generate_request(
+            prompt_inputs.generate_request(
                 asked,
                 params,
-                convert.name_of(context.id, number, len(prompts)),
+                prompt_inputs.name_of(context.id, number, len(prompts)),
                 return_prompt_token_ids=with_ids,
                 **prompt,
             )
@@ -213,8 +215,8 @@ class Completions:
         )
         on_start = context.body_lease.release if len(prompts) == 1 else lambda: None
         sources = [
-            convert.named_by(convert.names_of(asked), self._generations.events(message, context, on_start))
-            for message in convert.within(self._max_bytes, messages)
+            field_names.named_by(field_names.names_of(asked), self._generations.events(message, context, on_start))
+            for message in prompt_inputs.within(self._max_bytes, messages)
         ]
         model = self._services.name(asked.model)
         text_of = partial(self._text_of, asked.model or "", context.metadata)
@@ -279,7 +281,7 @@ async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: Text
         else:
             choice.begun, told = True, asked.begun(index, choice, text, given)
         if options.include_usage and options.continuous_usage_stats:
-            more["usage"] = convert.usage_of(prompt, cached, tokens)
+            more["usage"] = answers.usage_of(prompt, cached, tokens)
         return chunks.chunk({"choices": [{"index": index, "finish_reason": None, **told, **rest}], **more})
 
     async def written(index: int, *given: Any, **rest: Any) -> bytes:
@@ -304,7 +306,7 @@ async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: Text
                 case "finished":
                     index = number * asked.n + said.finished.index
                     choices.setdefault(index, _Choice()).finished = said.finished
-                    yield await written(index, "", **convert.finish(said.finished))
+                    yield await written(index, "", **answers.finish(said.finished))
                 case _:
                     continue
     last = {"choices": [], "usage": _usage(choices, asked.n)}
@@ -340,4 +342,4 @@ def _usage(choices: dict[int, _Choice], n: int) -> dict[str, Any]:
     by_prompt: dict[int, list[llm_pb2.GenerateFinished]] = {}
     for index, choice in choices.items():
         by_prompt.setdefault(index // n, []).append(choice.finished)
-    return convert.usage(by_prompt.values())
+    return answers.usage(by_prompt.values())

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidInput, TwinlensError
-from gateway import convert
 from gateway.api.chat_request import Message, TemplateSettings
 from gateway.api.fields import Count, Int, MediaSettings, Model, Prompt
+from gateway.convert import answers, conversation, prompt_inputs
 from gateway.embedding_calls import EmbeddingCalls
 from gateway.prompt_turns import PromptTurns
 from gateway.request_context import RequestContext, context_of
@@ -103,10 +103,10 @@ class Embeddings:
         asked = await context.read(EmbeddingRequest)
         prompts = await context.made(self._prompts, asked)
         messages = (
-            _message(asked, convert.name_of(context.id, number, len(prompts)), prompt)
+            _message(asked, prompt_inputs.name_of(context.id, number, len(prompts)), prompt)
             for number, prompt in enumerate(prompts.values())
         )
-        going = dict(zip(prompts, convert.within(self._max_bytes, messages), strict=True))
+        going = dict(zip(prompts, prompt_inputs.within(self._max_bytes, messages), strict=True))
 
         async def embed(one: tuple[str, llm_pb2.EmbedRequest]) -> _Embedded:
             return await self._embed(one[1], one[0], asked.encoding_format, context)
@@ -120,7 +120,7 @@ class Embeddings:
             "object": "list",
             "created": int(time.time()),
             "model": self._services.name(asked.model),
-            "usage": convert.usage_of(prompt_tokens, cached, 0),
+            "usage": answers.usage_of(prompt_tokens, cached, 0),
         }
         data = (
             b'{"object":"embedding","index":%d,"embedding":%b}' % (index, each.vector)
@@ -132,17 +132,17 @@ class Embeddings:
         """Each prompt as an input by its name, by where it stands in the body."""
         if asked.input is not None:
             bare = asked.add_special_tokens is False
-            inputs = convert.prompts(asked.input, self._max_prompts, "input", bare=bare)
+            inputs = prompt_inputs.prompts(asked.input, self._max_prompts, "input", bare=bare)
             return {_at("input", number, len(inputs)): each for number, each in enumerate(inputs)}
         given: Any = asked.messages
         chats: list[list[Message]] = [given] if isinstance(given[0], Message) else given
-        convert.check_prompts(len(chats), self._max_prompts, "messages")
+        prompt_inputs.check_prompts(len(chats), self._max_prompts, "messages")
         found: dict[str, dict[str, Any]] = {}
         for number, messages in enumerate(chats):
             at = _at("messages", number, len(chats))
             if asked.continue_final_message:
                 messages = _without_empty_answer(messages)
-            chat = convert.chat_input(messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, at)
+            chat = conversation.chat_input(messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, at)
             found[at] = {"chat": chat}
         return found
 

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import Internal, InvalidInput, TwinlensError
-from gateway import convert
 from gateway.api.messages_input import Places, as_chat
 from gateway.api.messages_output import Answer
 from gateway.api.messages_request import CountRequest, MessagesRequest
+from gateway.convert import conversation, field_names
 from gateway.generation import Generations
 from gateway.output_parser import OutputParser
 from gateway.request_context import RequestContext, context_of
@@ -44,7 +44,7 @@ class Messages:
         body, places = await context.made(as_chat, asked)
         name = self._services.name(asked.model)
         try:
-            message = await context.made(convert.chat_request, body, context.id)
+            message = await context.made(conversation.chat_request, body, context.id)
             calls = tool_format(body, self._services.about(name))
         except TwinlensError as error:
             raise places.named(error) from None
@@ -53,12 +53,12 @@ class Messages:
             functions_of(body),
             single=body.parallel_tool_calls is False,
             streams=bool(asked.stream),
-            **convert.form_of_answer(message),
+            **conversation.form_of_answer(message),
         )
         answer = Answer(context.id, name, asked.max_tokens, parser)
         otherwise = await context.made(loose_form, body)
         made = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)
-        generation = convert.named_by(places_of(body), made)
+        generation = field_names.named_by(places_of(body), made)
         stream = asked.stream
         del message, body, asked
         told = _told(generation, answer, places)
@@ -76,7 +76,7 @@ class Messages:
         asked = await context.read(CountRequest)
         body, places = await context.made(as_chat, asked)
         try:
-            whole = await context.made(convert.chat_request, body, context.id)
+            whole = await context.made(conversation.chat_request, body, context.id)
             if any(part.HasField("media") for each in whole.chat.messages for part in each.parts):
                 count = await self._laid_out(whole, context)
             else:

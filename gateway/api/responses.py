@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import TwinlensError
-from gateway import convert
 from gateway.api.chat_request import ChatRequest
 from gateway.api.responses_input import as_chat, of_input
 from gateway.api.responses_output import Output
 from gateway.api.responses_request import ResponsesRequest
+from gateway.convert import conversation, field_names
 from gateway.errors import from_validation
 from gateway.generation import Generations
 from gateway.output_parser import OutputParser
@@ -41,7 +41,7 @@ class Responses:
         body = await context.made(_chat, asked, places)
         name = self._services.name(asked.model)
         try:
-            message = await context.made(convert.chat_request, body, context.id)
+            message = await context.made(conversation.chat_request, body, context.id)
             calls = tool_format(body, self._services.about(name))
         except TwinlensError as error:
             raise of_input(error, places) from None
@@ -50,12 +50,12 @@ class Responses:
             functions_of(body),
             single=asked.parallel_tool_calls is False,
             streams=bool(asked.stream),
-            **convert.form_of_answer(message),
+            **conversation.form_of_answer(message),
         )
         output = Output(asked, context.id, name, parser)
         otherwise = await context.made(loose_form, body)
         answer = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)
-        generation = convert.named_by(convert.names_of(body), answer)
+        generation = field_names.named_by(field_names.names_of(body), answer)
         stream = asked.stream
         del message, body, asked
         told = _told(generation, output, places)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import TwinlensError
-from gateway import convert
 from gateway.api.fields import Model
 from gateway.api.responses_request import ResponsesRequest
+from gateway.convert import answers
 from gateway.errors import code_of, param_in, status_of
 from gateway.output_parser import (
     ArgumentsDelta,
@@ -66,7 +66,7 @@ class Output:
         status = ("incomplete" if cut else "completed") if self._done else "in_progress"
         if self._error is not None:
             status = "failed"
-        counted = convert.usage([[self._finished]])
+        counted = answers.usage([[self._finished]])
         usage = {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": counted["prompt_tokens_details"],

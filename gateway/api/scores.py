@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from common import tasks
 from common.errors import InvalidInput, TwinlensError
-from gateway import convert
 from gateway.api import chat_request
 from gateway.api.score_request import (
     ContentDocument,
@@ -23,6 +22,7 @@ from gateway.api.score_request import (
     ScoringFields,
     TextDocument,
 )
+from gateway.convert import answers, conversation, prompt_inputs
 from gateway.embedding_calls import EmbeddingCalls
 from gateway.generation import Generations
 from gateway.prompt_turns import PromptTurns
@@ -102,7 +102,7 @@ class Scores:
 
         found = await self._turns.batch(context, len(messages)).each(embed, range(len(messages)))
         prompt = sum(each.usage.prompt_tokens for each in found)
-        usage = convert.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
+        usage = answers.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
         vectors = [each.values for each in found]
         return await tasks.to_thread(_cosines, vectors[: len(sides[0])], vectors[len(sides[0]) :]), usage
 
@@ -117,7 +117,7 @@ class Scores:
 
         found = await self._turns.batch(context, len(questions)).each(judge, questions)
         prompt = sum(each.usage.prompt_tokens for each in found)
-        usage = convert.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
+        usage = answers.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
         return [each.score for each in found], usage
 
     def _questions(self, asked: ScoringFields, name: str, reranker: llm_pb2.Reranker, sides: Sides) -> list[Question]:
@@ -131,7 +131,7 @@ class Scores:
                 asking.append(question(asked, f"{name[:120]}-{number}", reranker, *pair))
                 yield asking[-1].request
 
-        list(convert.within(self._max_bytes, requests()))
+        list(prompt_inputs.within(self._max_bytes, requests()))
         return asking
 
     def _messages(
@@ -139,7 +139,7 @@ class Scores:
     ) -> list[llm_pb2.EmbedRequest]:
         """What LLM services are asked of each, which comes with where it stands."""
         each = (_embed_request(asked, f"{name[:120]}-{number}", *document) for number, document in enumerate(documents))
-        return list(convert.within(self._max_bytes, each))
+        return list(prompt_inputs.within(self._max_bytes, each))
 
     async def _embed(self, message: llm_pb2.EmbedRequest, at: str, context: RequestContext) -> llm_pb2.EmbedResponse:
         try:
@@ -152,7 +152,7 @@ def _places(field: str, given: Any, most: int) -> dict[str, Document]:
     """Each document by where it stands. Raises InvalidInput for more than `most`, or none."""
     if not isinstance(given, list):
         return {field: given}
-    convert.check_prompts(len(given), most, field)
+    prompt_inputs.check_prompts(len(given), most, field)
     return {f"{field}[{number}]": each for number, each in enumerate(given)}
 
 
@@ -168,7 +168,7 @@ def _embed_request(asked: ScoringFields, name: str, at: str, document: Document)
     if isinstance(document, ContentDocument):
         message = chat_request.Message(role="user", content=document.content)
         try:
-            request.chat.CopyFrom(convert.chat_input([message], asked.mm_processor_kwargs, None, "messages"))
+            request.chat.CopyFrom(conversation.chat_input([message], asked.mm_processor_kwargs, None, "messages"))
         except InvalidInput as error:
             raise error.at(_param(error.field, at)) from None
     else:

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import convert
 from gateway.api.chat_request import Message, TemplateSettings, Tool
 from gateway.api.fields import Model, Tokens
+from gateway.convert import conversation
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import json_answer
@@ -68,7 +68,7 @@ class Tokenizer:
             message = llm_pb2.TokenizeRequest(text=asked.prompt, allow_special=True, add_special_tokens=whole)
         else:
             given = asked.messages, None, asked.chat_template_kwargs, "messages"
-            chat = await context.made(convert.chat_input, *given)
+            chat = await context.made(conversation.chat_input, *given)
             chat.continue_final_message = bool(asked.continue_final_message)
             chat.tools.extend(definition(tool.function) for tool in asked.tools or ())
             message = llm_pb2.TokenizeRequest(chat=chat, messages_alone=asked.add_generation_prompt is False)

@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from gateway import convert
 from gateway.api.fields import Int, RequestFields
+from gateway.convert import answers, prompt_inputs, sampling_params
 from gateway.generation import Generations
 from gateway.multipart import read_form
 from gateway.request_context import context_of
@@ -108,7 +108,7 @@ class _Transcript:
         details = {"audio_tokens": self.sound_tokens, "text_tokens": prompt - self.sound_tokens}
         return {
             **({"logprobs": self.logprobs} if scored else {}),
-            "finish_reason": convert.finish(self.finished)["finish_reason"],
+            "finish_reason": answers.finish(self.finished)["finish_reason"],
             "usage": {
                 "type": "tokens",
                 "input_tokens": prompt,
@@ -146,7 +146,7 @@ class Transcriptions:
 
 def _message(asked: TranscriptionRequest, sound: bytes, request_id: str) -> llm_pb2.GenerateRequest:
     """What the LLM service is asked."""
-    params = convert.choice(asked, asked.max_completion_tokens)
+    params = sampling_params.choice(asked, asked.max_completion_tokens)
     if asked.temperature is None:
         params.temperature = _GREEDY
     if asked.scored:
@@ -157,7 +157,7 @@ def _message(asked: TranscriptionRequest, sound: bytes, request_id: str) -> llm_
         prompt=asked.prompt or "",
         turns=asked.response_format == "diarized_json",
     )
-    return convert.generate_request(asked, params, request_id, transcription=wanted)
+    return prompt_inputs.generate_request(asked, params, request_id, transcription=wanted)
 
 
 async def _chunks(events: Events, asked: TranscriptionRequest) -> AsyncGenerator[bytes]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from gateway import convert
 from gateway.api.chat import Chat
 from gateway.api.completions import Completions
 from gateway.api.embeddings import Embeddings
@@ -19,6 +18,7 @@ from gateway.api.messages import Messages
 from gateway.api.responses import Responses
 from gateway.api.scores import Scores
 from gateway.api.tokenize import Tokenizer
+from gateway.convert import conversation, prompt_inputs
 from gateway.dialect import dialect_of
 from gateway.prompt_turns import PromptTurns
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
@@ -78,14 +78,14 @@ async def test_a_large_body_is_made_a_request_of_in_a_thread(
     monkeypatch: pytest.MonkeyPatch, name: str, large: bool
 ) -> None:
     makers = set[threading.Thread]()
-    maker = "prompts" if name == "completions" else "message"
-    make = getattr(convert, maker)
+    module, maker = (prompt_inputs, "prompts") if name == "completions" else (conversation, "message")
+    make = getattr(module, maker)
 
     def watched(*given: Any, **more: Any) -> Any:
         makers.add(threading.current_thread())
         return make(*given, **more)
 
-    monkeypatch.setattr(convert, maker, watched)
+    monkeypatch.setattr(module, maker, watched)
     answer, body = SURFACES[name]
     context = RequestContext("a", (), BodyLease(BodyBudget(1 << 30)), dialect_of("/v1/x"))
     context.body = json.dumps(body).encode() + b" " * (large * (256 << 10))

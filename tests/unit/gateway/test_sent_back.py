@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gateway import convert
 from gateway.api.chat_request import ChatRequest
 from gateway.api.responses_input import as_chat
 from gateway.api.responses_request import ResponsesRequest
+from gateway.convert import conversation
 from twinlens import v1
 
 ASKED = {"role": "user", "content": "Hello"}
@@ -19,7 +19,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 
 def asked(*messages: dict[str, Any], **fields: Any) -> v1.GenerateRequest:
     body = ChatRequest.model_validate({"messages": [ASKED, *messages], **fields})
-    return convert.chat_request(body, "r")
+    return conversation.chat_request(body, "r")
 
 
 def texts(request: v1.GenerateRequest) -> list[list[str]]:

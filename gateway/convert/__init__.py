@@ -1,0 +1,1 @@
+"""Between the HTTP surfaces' nouns and the contract's messages."""

@@ -1,0 +1,139 @@
+"""A conversation as OpenAI has it, with its media, as the contract has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import InvalidInput
+from common.media import data_url
+from gateway.api.chat_request import ChatRequest, Message, Part, RefusalPart, TemplateSettings, TextPart
+from gateway.api.fields import MediaSettings
+from gateway.convert.prompt_inputs import generate_request
+from gateway.convert.sampling_params import json_of, sampling, set_form, set_response_format
+from gateway.tools import definition, forced_form, offered
+from twinlens.v1 import llm_pb2, media_pb2
+
+_LOW_DETAIL_PIXELS = 512 * 512
+"""The area of a picture that is asked for in low detail, as OpenAI has it."""
+_ROLES = {"developer": "system"}
+_MODALITIES = {
+    "image_url": media_pb2.MODALITY_IMAGE,
+    "video_url": media_pb2.MODALITY_VIDEO,
+    "audio_url": media_pb2.MODALITY_AUDIO,
+    "input_audio": media_pb2.MODALITY_AUDIO,
+}
+
+
+def chat_input(
+    messages: Sequence[Message], settings: MediaSettings | None, template: TemplateSettings | None, field: str
+) -> llm_pb2.ChatInput:
+    """A conversation without tools."""
+    settings = settings or MediaSettings()
+    chat = llm_pb2.ChatInput(
+        messages=[message(each, settings, f"{field}[{number}]") for number, each in enumerate(messages)]
+    )
+    if template is not None:
+        chat.reasoning_effort = template.reasoning_effort or ""
+        if template.thinks is not None:
+            chat.thinking = template.thinks
+        if template.model_extra:
+            chat.template_variables = json_of(template.model_extra)
+    return chat
+
+
+def continues(final: bool | None, new: bool | None) -> bool:
+    """Whether an answer goes on behind the `final` message, in place of a `new` one. Raises InvalidInput for both, or
+    neither."""
+    if final and new:
+        why = "either the final message is continued, or a new one is begun"
+        raise InvalidInput(why, reason="BAD_FIELD", field="continue_final_message")
+    if new is False and not final:
+        why = "an answer is a new message, or continues the final one"
+        raise InvalidInput(why, reason="FIELD_NOT_SERVED", field="add_generation_prompt")
+    return bool(final)
+
+
+def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.ChatMessage:
+    """One message: its parts in order. An assistant's that calls, or thought alone, may have none. Takes milliseconds
+    for megabytes of base64. Raises InvalidInput."""
+    content = given.refusal if given.content is None else given.content
+    if content is None and not given.tool_calls and not (given.role == "assistant" and given.thought):
+        raise InvalidInput("a message needs content", reason="BAD_FIELD", field=f"{field}.content")
+    if given.role == "tool" and given.tool_call_id is None:
+        raise InvalidInput("the call is not named", reason="BAD_FIELD", field=f"{field}.tool_call_id")
+    parts = (
+        [llm_pb2.ChatPart(text=content)]
+        if isinstance(content, str)
+        else [_part(part, settings, f"{field}.content[{number}]") for number, part in enumerate(content or ())]
+    )
+    calls = [
+        llm_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        for call in given.tool_calls or ()
+    ]
+    return llm_pb2.ChatMessage(
+        role=_ROLES.get(given.role, given.role),
+        parts=parts,
+        tool_calls=calls,
+        tool_call_id=given.tool_call_id or "",
+        reasoning=given.thought,
+    )
+
+
+def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest:
+    """What the LLM service is asked. Raises InvalidInput."""
+    params = sampling(asked, asked.max_completion_tokens)
+    if asked.logprobs:
+        params.logprobs = asked.top_logprobs or 0
+    tools = offered(asked)
+    if forced := forced_form(asked):
+        set_form(params, "json_schema", forced)
+    elif asked.response_format is not None:  # in a turn that must be calls, these are the answer
+        set_response_format(params, asked.response_format)
+    chat = chat_input(asked.messages, asked.media_settings, asked.template_settings, "messages")
+    chat.reasoning_effort = asked.reasoning_effort or chat.reasoning_effort
+    chat.continue_final_message = continues(asked.continue_final_message, asked.add_generation_prompt)
+    chat.tools.extend(definition(tool.function) for tool in tools)
+    chat.calls_or_form = bool(tools) and not forced and params.WhichOneof("structured") == "json_schema"
+    given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
+    return generate_request(asked, params, request_id, chat=chat, **given)
+
+
+def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
+    if isinstance(part, TextPart | RefusalPart):
+        return llm_pb2.ChatPart(text=part.text)
+    if getattr(part, part.type) is None:  # its options are a part of what it is known by
+        key = bytes.fromhex(part.uuid or "")
+        return llm_pb2.ChatPart(media=media_pb2.Media(modality=_MODALITIES[part.type], key=key))
+    media = _media(part, field)
+    if part.type == "image_url":
+        low = _LOW_DETAIL_PIXELS if part.image_url and part.image_url.detail == "low" else None
+        _set_options(media, min_pixels=settings.min_pixels, max_pixels=low or settings.max_pixels)
+    elif part.type == "video_url":
+        _set_options(media, **settings.of_videos)
+    return llm_pb2.ChatPart(media=media)
+
+
+def _media(part: Any, field: str) -> media_pb2.Media:
+    """A medium whose content came along, in base64, or its address, which nobody but an encoder fetches. A type that is
+    stated says nothing: to OpenAI's callers any picture is a JPEG."""
+    modality = _MODALITIES[part.type]
+    if part.type == "input_audio":
+        return media_pb2.Media(modality=modality, data=data_url.decode_body(part.input_audio.data, field))
+    url = getattr(part, part.type).url
+    if data_url.is_data(url):
+        content, _ = data_url.decode(url, field)
+        return media_pb2.Media(modality=modality, data=content)
+    return media_pb2.Media(modality=modality, url=url)
+
+
+def _set_options(media: media_pb2.Media, **options: Any) -> None:
+    given = {name: value for name, value in options.items() if value is not None}
+    if given:
+        media.options.CopyFrom(media_pb2.MediaOptions(**given))
+
+
+def form_of_answer(request: llm_pb2.GenerateRequest) -> dict[str, bool]:
+    """Whether the answer must have a form, and whether it may be calls in its place, as `OutputParser` is told."""
+    constrained = request.sampling.WhichOneof("structured") is not None
+    return {"constrained": constrained, "calls_or_form": request.chat.calls_or_form}

@@ -1,0 +1,51 @@
+"""What the fields that the LLM service complains of are called by whoever sent them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from common.errors import InvalidInput
+from gateway.api.chat_request import ChatRequest
+from gateway.api.fields import SamplingFields
+from gateway.errors import called
+from gateway.tools import places_of
+from twinlens.v1 import llm_pb2
+
+_FORMS = "guided_json", "guided_regex", "regex", "guided_choice", "guided_grammar", "ebnf", "structured_outputs"
+_STRUCTURES = "json_schema", "regex", "choice", "grammar"
+"""What has the form of an answer here, and what the contract calls it."""
+
+
+def names_of(asked: SamplingFields) -> dict[str, str]:
+    """What the caller of a chat or completion calls fields that have another name here."""
+    form = _form_of(asked)
+    names = dict.fromkeys(_STRUCTURES, form) if form else {}
+    if not isinstance(asked, ChatRequest):
+        return names | {"input": "prompt"}
+    names |= {"input": "messages", "media": "messages", "logprobs": "top_logprobs", **places_of(asked)}
+    if asked.documents and not asked.chat_template_kwargs:
+        names["chat_template_kwargs"] = "documents"
+    return names if asked.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
+
+
+def _form_of(asked: SamplingFields) -> str:
+    """The field that says which form the answer must have; empty where none does."""
+    given = next((name for name in _FORMS if getattr(asked, name) is not None), "")
+    if given:
+        return given
+    if isinstance(asked, ChatRequest) and asked.must_call:
+        return "tools"
+    return "response_format" if asked.response_format is not None else ""
+
+
+async def named_by(
+    names: Mapping[str, str], events: AsyncGenerator[llm_pb2.GenerateResponse]
+) -> AsyncGenerator[llm_pb2.GenerateResponse]:
+    """The same events; what is wrong with a field is so with the one that the caller knows, by `names_of`."""
+    async with aclosing(events) as each:
+        try:
+            async for said in each:
+                yield said
+        except InvalidInput as error:
+            raise called(error, names) from None
