@@ -93,7 +93,7 @@ class _Choice:
         return message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     """What of a request matters to its answer."""
 
@@ -161,22 +161,22 @@ class Chat:
         name = self._services.name(body.model)
         options = body.stream_options or ChatStreamOptions()
         asked = _Asked(
-            {"id": f"chatcmpl-{context.id}", "created": int(time.time()), "model": name},
-            body.n or 1,
-            bool(body.logprobs),
-            bool(body.return_tokens_as_token_ids),
-            bool(body.return_token_ids),
-            bool(body.return_media_uuids),
-            PromptScores() if body.prompt_logprobs is not None else None,
-            bool(options.include_usage),
-            bool(options.include_usage and options.continuous_usage_stats),
-            bool(options.include_timings),
-            body.include_reasoning is not False,
-            tool_format(body, self._services.about(name)),
-            functions_of(body),
-            body.parallel_tool_calls is False,
-            conversation.form_of_answer(message),
-            bool(body.stream),
+            head={"id": f"chatcmpl-{context.id}", "created": int(time.time()), "model": name},
+            n=body.n or 1,
+            scored=bool(body.logprobs),
+            as_ids=bool(body.return_tokens_as_token_ids),
+            with_ids=bool(body.return_token_ids),
+            with_uuids=bool(body.return_media_uuids),
+            prompt_scores=PromptScores() if body.prompt_logprobs is not None else None,
+            with_usage=bool(options.include_usage),
+            with_usage_so_far=bool(options.include_usage and options.continuous_usage_stats),
+            with_timings=bool(options.include_timings),
+            shows_reasoning=body.include_reasoning is not False,
+            tools=tool_format(body, self._services.about(name)),
+            functions=functions_of(body),
+            single=body.parallel_tool_calls is False,
+            form=conversation.form_of_answer(message),
+            streams=bool(body.stream),
         )
         otherwise = await context.made(loose_form, body)
         generation = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)

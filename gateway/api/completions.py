@@ -110,7 +110,7 @@ class _Prompt:
         return told
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     """What of a request matters to its answer. `prompts` has what is said of each."""
 
@@ -221,15 +221,15 @@ class Completions:
         model = self._services.name(asked.model)
         text_of = partial(self._text_of, asked.model or "", context.metadata)
         told = _Asked(
-            {"id": f"cmpl-{context.id}", "object": "text_completion", "created": int(time.time()), "model": model},
-            asked.n or 1,
-            asked.logprobs is not None,
-            bool(asked.return_tokens_as_token_ids),
-            bool(asked.echo),
-            bool(asked.return_token_ids),
-            asked.prompt_logprobs is not None,
-            asked.stream_options or StreamOptions(),
-            [_Prompt(await _said(prompt, text_of) if asked.echo else "") for prompt in prompts],
+            head={"id": f"cmpl-{context.id}", "object": "text_completion", "created": int(time.time()), "model": model},
+            n=asked.n or 1,
+            scored=asked.logprobs is not None,
+            as_ids=bool(asked.return_tokens_as_token_ids),
+            echo=bool(asked.echo),
+            with_ids=bool(asked.return_token_ids),
+            prompt_scored=asked.prompt_logprobs is not None,
+            options=asked.stream_options or StreamOptions(),
+            prompts=[_Prompt(await _said(prompt, text_of) if asked.echo else "") for prompt in prompts],
         )
         if nothing_new:
             sources = [_nothing_new(source) for source in sources]
