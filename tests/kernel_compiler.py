@@ -313,12 +313,14 @@ def pixels(capability: int, dtype: torch.dtype) -> dict[str, Form]:
 
 def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Form]:
     """As the decoder launches them, 4096 wide."""
+    gates = {"BLOCK": rows_gpu._GATES, "num_warps": 4}
     heads = {"NORM": True, "HEAD": head, "ROTARY": head, "DIMS": triton.next_power_of_2(head), "PART": rows_gpu._HEADS}
     return {
         "norm": form(capability, rows_gpu.norm_kernel, dtype, ADD=False, BLOCK=4096, num_warps=8),
         "add and norm": form(capability, rows_gpu.norm_kernel, dtype, ADD=True, BLOCK=4096, num_warps=8),
         "turn": form(capability, rows_gpu.qk_norm_rotary_kernel, dtype, **heads, num_warps=4),
-        "gate": form(capability, rows_gpu.gate_kernel, dtype, GELU=True, BLOCK=rows_gpu._GATES, num_warps=4),
+        "gate": form(capability, rows_gpu.gate_kernel, dtype, GELU=True, ENDS=0, **gates),
+        "gate of some experts": form(capability, rows_gpu.gate_kernel, dtype, GELU=False, ENDS=16, **gates),
     } | {**routing(capability, dtype), **adapters(capability, dtype)}
 
 
@@ -477,10 +479,11 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
     for number, (one, columns, zeros, scales) in forms.items():
         same = {"FORM": weights_gpu._FORMS[number], "E4M3_SCALES": scales == "*u8", "ZEROS": zeros}
         name = number.value
-        for what, rows, experts in (("one row", 1, 1), ("many rows", 256, 1), ("experts", 16, 128)):
+        for what, rows, experts in (("one row", 1, 0), ("many rows", 256, 0), ("experts", 16, 128)):
             launch = asdict(weights_gpu.launch_for(rows, 4096, 4096, min(columns, 128) or 64))
             constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
-            constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": experts, "POWER": experts, "PRECISION": "tf32"}
+            constants |= {"EXPERTS": experts, "POWER": max(1, experts), "PRECISION": "tf32"}
+            constants |= {"ONE": one, "COLUMNS": columns}
             kernel = quantized_kernel.product_kernel
             sums = ("out",) if constants["SPLITS"] > 1 else ()
             types = {"scales": scales}
@@ -488,7 +491,7 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
         if number is Number.INT8 and wide:  # in float32 tiles are the largest
             launch = asdict(weights_gpu.launch_for(40, 4096, 4096, weights_gpu.tile_for(torch.float32, 128)))
             constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
-            constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": 1, "POWER": 1, "PRECISION": "ieee"}
+            constants |= {"ONE": one, "COLUMNS": columns, "EXPERTS": 0, "POWER": 1, "PRECISION": "ieee"}
             given, types = {**same, **constants, **launch}, {"scales": scales}
             kernel = quantized_kernel.product_kernel
             found["some rows, int8, fp32"] = form(capability, kernel, torch.float32, ("out",), types, **given)
@@ -506,7 +509,7 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
         name = f"experts, e4m3 by e4m3, {'one scale' if one else 'blocks'}"
         found[name] = form(capability, kernel, dtype, (), types, ONE=one, **same, **launch)
         written = {"numbers": "*fp8e4nv", "scales": "*fp32"}
-        how = {"WIDTH": 0 if one else 128, "BLOCK": scaled_weight._ROUNDED, "num_warps": 8}
+        how = {"WIDTH": 0 if one else 128, "BLOCK": scaled_weight._ROUNDED, "ENDS": 0 if one else 128, "num_warps": 8}
         name = f"round to e4m3, {'rows' if one else 'blocks'}"
         found[name] = form(capability, scaled_kernel.round_to_e4m3_kernel, dtype, (), written, **how)
     return found | rounded_rows(capability, dtype)
@@ -515,7 +518,8 @@ def quantized(capability: int, dtype: torch.dtype, wide: bool) -> dict[str, Form
 def rounded_rows(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """As `Int8Weight` launches them: of the same rows, and of experts with many each."""
     types = {"x_scales": "*fp32", "scales": "*fp32", "steps": "*fp32", "numbers": "*i8", "sums": "*i32"}
-    own, stored = ({"STEPS": steps, "EXPERTS": count, "POWER": count} for steps, count in ((False, 1), (True, 128)))
+    own = {"STEPS": False, "EXPERTS": 0, "POWER": 1}
+    stored = {"STEPS": True, "EXPERTS": 128, "POWER": 128}
     own, stored = ({**each, "BLOCK": int8_weight._BLOCK, "num_warps": 8} for each in (own, stored))
     joined = {"BIAS": True, "SPLITS": 4, "BLOCK": int8_weight._JOINED, "num_warps": 4}
     found = {
@@ -524,10 +528,11 @@ def rounded_rows(capability: int, dtype: torch.dtype) -> dict[str, Form]:
         "join sums": form(capability, int8_kernels.int8_join_kernel, dtype, (), types, **joined),
     }
     whole = types | {"x": "*i8", "codes": "*i8"}
-    for what, rows, experts in (("one row", 1, 1), ("some rows", 40, 1), ("many rows", 256, 1), ("experts", 100, 128)):
+    for what, rows, experts in (("one row", 1, 0), ("some rows", 40, 0), ("many rows", 256, 0), ("experts", 100, 128)):
         launch = asdict(int8_weight.launch_for(rows, 4096, 4096))
         constants = {key.upper(): launch.pop(key) for key in ("rows", "outputs", "inputs", "splits")}
-        constants |= {"EXPERTS": experts, "POWER": experts, "BIAS": experts == 1, "BESIDE": int8_weight._BESIDE}
+        constants |= {"EXPERTS": experts, "POWER": max(1, experts), "BIAS": not experts}
+        constants |= {"BESIDE": int8_weight._BESIDE}
         given = whole | ({"out": "*i32"} if constants["SPLITS"] > 1 else {})
         kernel = int8_kernels.int8_product_kernel
         found[f"{what}, int8 by int8"] = form(capability, kernel, dtype, (), given, **constants, **launch)

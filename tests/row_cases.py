@@ -68,6 +68,9 @@ def check_gates(ops: RowOps, inner: int, dtype: torch.dtype, device: str, size: 
     first *= size
     _same(ops.silu_and_mul(x), torch.nn.functional.silu(first) * second)
     _same(ops.gelu_and_mul(x), torch.nn.functional.gelu(first, approximate="tanh") * second)
+    ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    for call in (ops.silu_and_mul, ops.gelu_and_mul):
+        assert torch.equal(call(x, ends)[:3], call(x)[:3])
 
 
 def check_routes(ops: RowOps, rows: int, experts: int, per_token: int, dtype: torch.dtype, device: str) -> None:

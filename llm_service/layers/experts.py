@@ -184,13 +184,15 @@ class Experts(nn.Module):
         behind are other ranks', and become anything."""
         if self.grouped is not None:
             gate_up, down = self.grouped
-            inner = self._opened(gate_up.grouped_product(x, ends, self.count))
+            inner = self._opened(gate_up.grouped_product(x, ends, self.count), ends)
             return down.grouped_product(inner, ends, self.count)
-        inner = self._opened(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends))
+        inner = self._opened(functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends), ends)
         return functional.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
 
-    def _opened(self, x: Tensor) -> Tensor:
-        return act_and_mul(self.ops, self._activation, x) if self._has_gates else squared_relu(x)
+    def _opened(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
+        if not self._has_gates:
+            return squared_relu(x)
+        return act_and_mul(self.ops, self._activation, x, ends if length(self.own) < self.count else None)
 
     def finalize(self, *, rounded: Rounded = EXACT) -> None:
         """Called when the weights are final: on a CPU they are laid out for speed; quantised ones, and those rounded to

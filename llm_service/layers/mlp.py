@@ -16,14 +16,14 @@ from llm_service.layers.ops import TORCH, RowOps
 from llm_service.model_config.feed_forward import Activation
 
 
-def act_and_mul(ops: RowOps, activation: Activation | Gates, x: Tensor) -> Tensor:
+def act_and_mul(ops: RowOps, activation: Activation | Gates, x: Tensor, ends: Tensor | None = None) -> Tensor:
     """x [n, 2 · inner] → activation(first half) · second half, [n, inner], or as gates of another kind are opened, by
-    torch's operators."""
+    torch's operators; `ends` as in `RowOps.silu_and_mul`."""
     if not isinstance(activation, Activation):
         gate, up = x.chunk(2, dim=-1)
         opened: Tensor = activation.opened(gate, up, sigmoid)
         return opened
-    return ops.silu_and_mul(x) if activation is Activation.SILU else ops.gelu_and_mul(x)
+    return (ops.silu_and_mul if activation is Activation.SILU else ops.gelu_and_mul)(x, ends)
 
 
 class MLP(nn.Module):

@@ -53,11 +53,12 @@ class RowOps(Protocol):
         """
         ...
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """x [n, 2 · inner] → silu(first half) · second half, [n, inner]."""
+    def silu_and_mul(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
+        """x [n, 2 · inner] → silu(first half) · second half, [n, inner]. With the `ends` of `Routes` rows behind the
+        last of them may be left as anything."""
         ...
 
-    def gelu_and_mul(self, x: Tensor) -> Tensor:
+    def gelu_and_mul(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
         """The same with gelu, by its hyperbolic tangent."""
         ...
 
@@ -103,12 +104,12 @@ class TorchOps:
             heads = torch.cat([self.rms_norm(part, gain, eps) for part, gain in both], dim=1)
         return apply_rotary(heads, *rotary)
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
+    def silu_and_mul(self, x: Tensor, ends: Tensor | None = None) -> Tensor:  # noqa: ARG002 - all are computed
         """See `RowOps`."""
         gate, up = x.chunk(2, dim=-1)
         return silu(gate).mul_(up)
 
-    def gelu_and_mul(self, x: Tensor) -> Tensor:
+    def gelu_and_mul(self, x: Tensor, ends: Tensor | None = None) -> Tensor:  # noqa: ARG002 - all are computed
         """See `RowOps`."""
         gate, up = x.chunk(2, dim=-1)
         return gelu(gate).mul_(up)

@@ -204,16 +204,16 @@ class NumbaOps(TorchOps):
         both, given_eps = both_gains(gains, eps, x.shape[2])
         return torch.from_numpy(qk_norm_rotary_rows(x.numpy(), cosine, sine, queries, keys, both, given_eps))
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
+    def silu_and_mul(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
         """See `RowOps`."""
         if not (fused_vectors() and selection.is_numba()):
-            return super().silu_and_mul(x)
+            return super().silu_and_mul(x, ends)
         return torch.from_numpy(silu_and_mul_rows(x.numpy()))
 
-    def gelu_and_mul(self, x: Tensor) -> Tensor:
+    def gelu_and_mul(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
         """See `RowOps`."""
         if not (fused_vectors() and selection.is_numba()):
-            return super().gelu_and_mul(x)
+            return super().gelu_and_mul(x, ends)
         return torch.from_numpy(gelu_and_mul_rows(x.numpy()))
 
 

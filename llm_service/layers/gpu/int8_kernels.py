@@ -29,8 +29,12 @@ def round_rows_kernel(
 ):
     """Grid [rows]. Rounds x [m, k] to int8 numbers [m, k], with scales float32 [m], none where one of a row is not a
     finite number. All are contiguous. With STEPS a row's scale is its expert's of `steps` float32 [EXPERTS], of which
-    the rows end as in `int8_product_kernel`; else its own."""
+    the rows end as in `int8_product_kernel`, those behind all being left out; else its own."""
     row = tl.program_id(0).to(tl.int64)
+    if EXPERTS:
+        last = tl.load(ends + EXPERTS - 1)
+        if row >= last:
+            return
     each = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
     for start in range(0, k, BLOCK):
@@ -39,11 +43,11 @@ def round_rows_kernel(
     most = tl.max(largest, 0)
     if STEPS:
         expert = 0
-        if EXPERTS > 1:
+        if EXPERTS:
             each_end = tl.arange(0, POWER)
             end = tl.load(ends + each_end, each_end < EXPERTS, 0)
             expert = tl.sum(((end <= row) & (each_end < EXPERTS)).to(tl.int32), 0)
-        scale = tl.load(steps + expert, expert < EXPERTS, 1.0)  # or it is none of these
+        scale = tl.load(steps + expert)
     else:
         scale = tl.where(most > 0, tl.math.div_rn(most, _STEPS), 1.0)
     tl.store(scales + row, tl.where(most < float("inf"), scale, float("nan")))
@@ -89,7 +93,8 @@ def int8_product_kernel(
 
     Up to BESIDE tiles of rows are multiplied with the same weights one after the other: a GPU's cache holds these. out
     is [m, n], or, of several SPLITS of the inputs, their sums int32 [SPLITS, m, n]. Of EXPERTS (at most POWER, a power
-    of 2) the rows of each end before row `ends` [EXPERTS]; there are as many tiles as there may be.
+    of 2) the rows of each end before row `ends` [EXPERTS]; there are as many tiles as there may be. With 0 all rows are
+    of the one weight that there is.
     """
     columns = tl.cdiv(n, OUTPUTS)
     begin = tl.program_id(0) // (BESIDE * columns) * BESIDE
@@ -99,7 +104,7 @@ def int8_product_kernel(
     outputs = within // beside * OUTPUTS + tl.arange(0, OUTPUTS)
     expert = 0
     first, last = tile * ROWS, m
-    if EXPERTS > 1:
+    if EXPERTS:
         expert, first, last = rows_of(tile, ends, EXPERTS, POWER, ROWS)
         if expert >= EXPERTS:
             return

@@ -116,7 +116,7 @@ class Int8Weight:
             *(self.codes, self.scale, added, self.scale if ends is None else ends),
             *(m, n, k, tiles),
             BIAS=bias is not None,
-            EXPERTS=1 if ends is None else experts,
+            EXPERTS=0 if ends is None else experts,
             POWER=triton.next_power_of_2(experts),
             ROWS=launch.rows,
             OUTPUTS=launch.outputs,
@@ -145,11 +145,11 @@ def computes(device: torch.device) -> bool:
 
 def _rounded(x: Tensor, steps: Tensor | None = None, ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `rounded_rows`, of x [m, k] that lies together, in any type of floats; `steps` are as in `Int8Weight`, and the
-    rows of each expert end before row `ends`."""
+    rows of each expert end before row `ends`; those behind all are left as anything."""
     m, k = x.shape
     numbers, scales = x.new_empty(m, k, dtype=torch.int8), x.new_empty(m, dtype=torch.float32)
     block = min(_BLOCK, triton.next_power_of_2(k))
-    experts = 1 if steps is None or ends is None else len(steps)
+    experts = 0 if ends is None else len(ends)
     kernels.round_rows_kernel[(m,)](
         numbers,
         scales,
@@ -159,7 +159,7 @@ def _rounded(x: Tensor, steps: Tensor | None = None, ends: Tensor | None = None)
         k,
         STEPS=steps is not None,
         EXPERTS=experts,
-        POWER=triton.next_power_of_2(experts),
+        POWER=triton.next_power_of_2(max(1, experts)),
         BLOCK=block,
         num_warps=4 if block <= 1024 else 8,
     )

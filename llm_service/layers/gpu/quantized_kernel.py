@@ -104,7 +104,7 @@ def product_kernel(
     without its first `before`, where a tile of INPUTS lies in one of them; or, where COLUMNS is 0, as int32
     groups [k] says. ONE: there is one group. ZEROS: 0 for none, 1 for one of each output, 2 for one of each of its
     groups. Of EXPERTS (at most POWER, a power of 2) the rows of each end before row `ends` [EXPERTS]; there are as
-    many tiles as there may be.
+    many tiles as there may be. With 0 all rows are of the one weight that there is.
     """
     tile = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -112,7 +112,7 @@ def product_kernel(
     HALF: tl.constexpr = 2 if FORM >= UINT4 else 1
     expert, base = 0, codes
     first, last = tile * ROWS, m
-    if EXPERTS > 1:
+    if EXPERTS:
         expert, first, last = rows_of(tile, ends, EXPERTS, POWER, ROWS)
         if expert >= EXPERTS:
             return

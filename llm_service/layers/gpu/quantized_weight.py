@@ -198,7 +198,7 @@ class GpuWeight:
             **self._constants(),
             ONE=self.scale.shape[1] == 1,
             COLUMNS=self.columns,
-            EXPERTS=1 if ends is None else experts,
+            EXPERTS=0 if ends is None else experts,
             POWER=triton.next_power_of_2(experts),
             ROWS=launch.rows,
             OUTPUTS=launch.outputs,

@@ -99,10 +99,15 @@ def qk_norm_rotary_kernel(
 
 
 @triton.jit
-def gate_kernel(out, x, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(out, x, ends, inner, GELU: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr):
     """silu(first half) · second half of each row, or gelu's by its hyperbolic tangent: x · logistic(√(8 / π) · (x +
-    0.044715 · x³)). Grid [rows, inner / BLOCK]; x [rows, 2 · inner] is contiguous."""
+    0.044715 · x³)). Grid [rows, inner / BLOCK]; x [rows, 2 · inner] is contiguous. Of `ends` int32 [ENDS], if there are
+    any, the last is that of the rows that count."""
     token = tl.program_id(0).to(tl.int64)
+    if ENDS:
+        last = tl.load(ends + ENDS - 1)
+        if token >= last:
+            return
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < inner
     gate = tl.load(x + token * 2 * inner + place, inside, 0.0).to(tl.float32)
@@ -182,20 +187,26 @@ def whole_rows(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or x[:1].is_contiguous() else x.contiguous()
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def silu_and_mul(x: Tensor, ends: Tensor | None = None) -> Tensor:
     """See `RowOps`."""
-    return _act_and_mul(x, gelu=False)
+    return _act_and_mul(x, ends, gelu=False)
 
 
-def gelu_and_mul(x: Tensor) -> Tensor:
+def gelu_and_mul(x: Tensor, ends: Tensor | None = None) -> Tensor:
     """See `RowOps`."""
-    return _act_and_mul(x, gelu=True)
+    return _act_and_mul(x, ends, gelu=True)
 
 
-def _act_and_mul(x: Tensor, *, gelu: bool) -> Tensor:
+def _act_and_mul(x: Tensor, ends: Tensor | None, *, gelu: bool) -> Tensor:
     n, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty((n, inner), dtype=x.dtype, device=x.device)
-    gate_kernel[(n, triton.cdiv(inner, _GATES))](out, x.contiguous(), inner, GELU=gelu, BLOCK=_GATES, num_warps=4)
+    gate_kernel[(n, triton.cdiv(inner, _GATES))](
+        *(out, x.contiguous(), out if ends is None else ends, inner),
+        GELU=gelu,
+        BLOCK=_GATES,
+        ENDS=0 if ends is None else len(ends),
+        num_warps=4,
+    )
     return out
 
 

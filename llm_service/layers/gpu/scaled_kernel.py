@@ -51,11 +51,28 @@ def _size(x):
 
 
 @triton.jit(do_not_specialize=["m", "row_stride", "group_stride"])
-def round_to_e4m3_kernel(numbers, scales, x, m, k, row_stride, group_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def round_to_e4m3_kernel(
+    numbers,
+    scales,
+    x,
+    ends,
+    m,
+    k,
+    row_stride,
+    group_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENDS: tl.constexpr,
+):
     """Grid [rows]. Rounds x [m, k] to e4m3 numbers [rows, k], of which those behind m are zeros; both are contiguous.
     With a WIDTH, which divides k and BLOCK, each so many numbers have a scale, else all of a row: float32, in `scales`,
-    `row_stride` from that of the row before and `group_stride` from that of the group before."""
+    `row_stride` from that of the row before and `group_stride` from that of the group before. Of `ends` int32 [ENDS],
+    if there are any, the last is that of the rows that count."""
     row = tl.program_id(0).to(tl.int64)
+    if ENDS:
+        last = tl.load(ends + ENDS - 1)
+        if row >= last:
+            return
     each = tl.arange(0, BLOCK)
     if WIDTH:
         for start in range(0, k, BLOCK):

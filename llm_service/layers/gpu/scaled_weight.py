@@ -124,7 +124,7 @@ class ScaledExperts:
         out = x.new_empty(m, n)
         if not m:
             return out
-        numbers, scale = _rounded(x, blocks=self.blocks, rows=m)
+        numbers, scale = _rounded(x, blocks=self.blocks, rows=m, ends=ends)
         tiles = m // launch.rows + min(m, experts)
         scaled_product_kernel[(triton.cdiv(n, launch.outputs), tiles)](
             out,
@@ -144,9 +144,12 @@ class ScaledExperts:
         return out
 
 
-def _rounded(x: Tensor, *, blocks: bool, rows: int, by_group: bool = False) -> tuple[Tensor, Tensor]:
+def _rounded(
+    x: Tensor, *, blocks: bool, rows: int, by_group: bool = False, ends: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As `rounded_plainly`, by a kernel: each 128 numbers, with `blocks`, or all of a row, and zeros up to `rows` rows.
-    Scales lie together by row, or `by_group`."""
+    Scales lie together by row, or `by_group`. Of experts whose rows end before row `ends`, those behind all are left as
+    anything."""
     m, k = x.shape
     groups = k // _BLOCK if blocks else 1
     numbers = x.new_empty(rows, k, dtype=torch.float8_e4m3fn)
@@ -154,10 +157,11 @@ def _rounded(x: Tensor, *, blocks: bool, rows: int, by_group: bool = False) -> t
     scales = kept.t() if by_group else kept
     block = min(_ROUNDED, triton.next_power_of_2(k))
     round_to_e4m3_kernel[(rows,)](
-        *(numbers, kept, x.contiguous()),
+        *(numbers, kept, x.contiguous(), kept if ends is None else ends),
         *(m, k, *scales.stride()),
         WIDTH=_BLOCK if blocks else 0,
         BLOCK=block,
+        ENDS=0 if ends is None else len(ends),
         num_warps=4 if block <= 1024 else 8,
     )
     return numbers, scales

@@ -102,6 +102,18 @@ def test_each_expert_may_have_an_input_scale_of_its_own() -> None:
         assert torch.equal(given, on_gpu(*parts).product(rows))
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.25], ids=["own scales", "stored scales"])
+@pytest.mark.parametrize("counts", [(3, 0, 40), (0, 0, 0), (20,)], ids=str)
+def test_rows_of_other_ranks_experts_change_nothing(counts: tuple[int, ...], scale: float) -> None:
+    every = [[replace(made_for_it(40, 96), input_scale=scale).to(DEVICE)] for _ in counts]
+    weight, mine = Int8Weight.of_experts(every), sum(counts)
+    assert weight is not None
+    x, ends = rows_of(mine + 70, 96).to(DEVICE), torch.tensor(counts).cumsum(0).int().to(DEVICE)
+    expected = weight.grouped_product(x[:mine], ends)
+    x[mine:] = torch.nan
+    assert torch.equal(weight.grouped_product(x, ends, 8 * len(counts))[:mine], expected)
+
+
 def test_weights_whose_inputs_have_other_scales_are_apart() -> None:
     one, other = (replace(made_for_it(30, 96), input_scale=scale).to(DEVICE) for scale in (0.25, 0.5))
     own = made_for_it(30, 96).to(DEVICE)

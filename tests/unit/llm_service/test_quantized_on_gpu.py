@@ -146,6 +146,27 @@ def test_rows_of_each_expert_go_through_its_matrix(number: Number, counts: tuple
         assert ((part - rows @ wide.T).abs() <= 1e-6 * (rows.abs() @ wide.abs().T)).all()
 
 
+@pytest.mark.parametrize("counts", [(3, 0, 40), (0, 0, 0), (20,)], ids=str)
+def test_rows_of_other_ranks_experts_change_nothing(counts: tuple[int, ...]) -> None:
+    every, mine = experts(Number.UINT4, len(counts), 48, 96), sum(counts)
+    weight = GpuWeight.of_experts([[part.to(DEVICE) for part in parts] for parts in every])
+    x, ends = torch.randn(mine + 70, 96, device=DEVICE), torch.tensor(counts).cumsum(0).int().to(DEVICE)
+    expected = weight.grouped_product(x[:mine], ends)
+    x[mine:] = torch.nan
+    given = weight.grouped_product(x, ends, 8 * len(counts))[:mine]
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)  # tiles are of another size
+
+
+def test_how_many_rows_an_expert_has_counts_experts_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = experts(Number.UINT4, 2, 48, 96)
+    weight = GpuWeight.of_experts([[part.to(DEVICE) for part in parts] for parts in every])
+    x, ends, asked = torch.randn(64, 96, device=DEVICE), torch.tensor([3, 8]).int().to(DEVICE), list[int]()
+    monkeypatch.setattr(module, "launch_for", lambda rows, *more: asked.append(rows) or launch_for(rows, *more))
+    weight.grouped_product(x, ends)
+    weight.grouped_product(x, ends, 16)
+    assert asked == [32, 4]
+
+
 def test_experts_that_are_quantised_in_different_ways_are_refused() -> None:
     every = experts(Number.UINT4, 2, 48, 96) + experts(Number.E4M3, 1, 48, 96)
     with pytest.raises(ValueError, match="not quantised alike"):

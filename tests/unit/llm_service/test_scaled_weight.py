@@ -180,6 +180,8 @@ def test_experts_products_are_near_those_of_their_wide_weights(how: dict[str, An
     given = laid_out.product(x, torch.tensor(counts).cumsum(0).int())
     for weight, part, answer in zip(weights, x.split(counts), given.split(counts), strict=True):
         check_rows(answer, part, weight.wide())
+    behind = torch.cat([x, torch.full((70, 384), torch.nan).bfloat16()])  # of other ranks' experts
+    assert torch.equal(laid_out.product(behind, torch.tensor(counts).cumsum(0).int())[:rows], given)
 
 
 @pytest.mark.parametrize(
