@@ -53,6 +53,11 @@ def targets(module: nn.Module, path: str = "", *, tied: bool = False) -> Iterato
         yield from targets(child, below)
 
 
+def names_elsewhere(decoder: Decoder) -> set[str]:
+    """Of the tensors that a decoder has names for, those that other ranks need, and this one does not."""
+    return {name for name, (_, place) in targets(decoder, tied=decoder.config.tied) if place is elsewhere}
+
+
 class InMemory:
     """A tensor in memory as one in a file."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.models.filling import fill_decoder
+from llm_service.models.filling import fill_decoder, names_elsewhere
 from llm_service.models.parted_tensors import PartedTensors
 from llm_service.models.quantization_config import Scheme
 from llm_service.models.quantized import check_weight_dtype, load_weights, tell_of_cache
@@ -88,8 +88,15 @@ def load_decoder(
     if scheme is not None:
         _log.info("weights stay as they are quantised", method=scheme.method)
     tell_of_cache(checkpoint)
-    fill_decoder(decoder, text.parted.pieces(load_weights(checkpoint, text.own_name)), device, rounded)
+    weights = load_weights(checkpoint, partial(_name_here, text.own_name, names_elsewhere(decoder)))
+    fill_decoder(decoder, text.parted.pieces(weights), device, rounded)
     return decoder.eval()
+
+
+def _name_here(own_name: Callable[[str], str | None], elsewhere: Collection[str], name: str) -> str | None:
+    """The decoder's own name for a tensor, None for one that it does not read."""
+    own = own_name(name)
+    return None if own in elsewhere else own
 
 
 def equal_tensors(checkpoint: Checkpoint, one: str, other: str) -> bool:

@@ -25,6 +25,7 @@ def kv_layout(settings: EngineSettings, checkpoint: Checkpoint) -> bytes:
         settings.kv_cache_dtype,
         settings.block_size,
         settings.tensor_parallel,
+        settings.tensor_parallel > 1 and settings.expert_parallel,
         settings.speculative_method,
     )
     digest.update(framed(canonical(decided)))

@@ -18,7 +18,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.flash_backend import find
 from llm_service.layers.attention.metadata import Tiling
 from llm_service.layers.experts import SparseMLP
-from llm_service.layers.group import ALONE
+from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Draw, RowSlice, StepPlan
 from llm_service.request import SamplingParams
@@ -136,10 +136,11 @@ def test_compiled_layers_give_the_tokens_of_plain_ones(checkpoints: Callable[...
     assert [outcome.tokens for outcome in engine.run(prompts, GREEDY)] == expected
 
 
-def test_experts_in_one_product_are_those_in_turn_and_can_be_captured() -> None:
+@pytest.mark.parametrize("group", [ALONE, TensorGroup(1, 4, expert_parallel=True)], ids=["all", "some experts"])
+def test_experts_in_one_product_are_those_in_turn_and_can_be_captured(group: TensorGroup) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the grouped product asks the device for sizes here")
-    layer = SparseMLP(16, 4, 256, 128, ALONE, torch.bfloat16).requires_grad_(requires_grad=False).to(CUDA)
+    layer = SparseMLP(16, 4, 256, 128, group, torch.bfloat16).requires_grad_(requires_grad=False).to(CUDA)
     for parameter in layer.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
     x = torch.randn(24, 256, dtype=torch.bfloat16, device=CUDA)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +22,9 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear import PackedLinear, Stored
 from llm_service.layers.quantized_weight import Number, StackedWeight
+from llm_service.models import quantized as reading
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantization_config import quantization_of
 from llm_service.request import SamplingParams
@@ -110,8 +113,17 @@ def test_a_rank_holds_its_part_of_every_weight_and_no_longer_form(
     indirect=True,
 )
 def test_a_rank_holds_some_experts_whole(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, read = reading.quantised_weight, set[int]()
+
+    def noted(scheme: Any, module: str, *more: Any) -> Stored:
+        read.update(map(int, re.findall(r"experts\.(\d+)", module)))
+        return made(scheme, module, *more)
+
+    monkeypatch.setattr(reading, "quantised_weight", noted)
     for rank in range(2):
+        read.clear()
         check_share(folders, TensorGroup(rank, 2, expert_parallel=True), monkeypatch)
+        assert read == set(range(3 * rank, 3 * rank + 3)), "others are not even looked at"
 
 
 def check_share(folders: tuple[Path, Path], group: TensorGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@ others'."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place
-from llm_service.layers.ops import TORCH
-from llm_service.layers.quantized_weight import QuantizedWeight
+from llm_service.layers.ops import TORCH, use_ops
+from llm_service.layers.quantized_weight import Number, QuantizedWeight
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.filling import InMemory
 from tests.layer_cases import HIDDEN, noise
@@ -141,14 +141,13 @@ def layer_of(group: TensorGroup, tensors: Tensors, rounded: Rounded | None = Non
     return layer
 
 
-def expected(gates: Iterable[Tensor] = GATES, down: Iterable[Tensor] = DOWN) -> Tensor:
+def expected(chosen: Tensor = CHOSEN) -> Tensor:
     """By the definition."""
-    gates, down = list(gates), list(down)
     out = torch.zeros_like(X)
-    for token, (weights, chosen) in enumerate(zip(WEIGHTS, CHOSEN.tolist(), strict=True)):
-        for weight, expert in zip(weights, chosen, strict=True):
-            gate, up = (gates[expert] @ X[token]).chunk(2)
-            out[token] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    for token, (weights, experts) in enumerate(zip(WEIGHTS, chosen.tolist(), strict=True)):
+        for weight, expert in zip(weights, experts, strict=True):
+            gate, up = (GATES[expert] @ X[token]).chunk(2)
+            out[token] += weight * (DOWN[expert] @ (torch.nn.functional.silu(gate) * up))
     return out
 
 
@@ -202,6 +201,63 @@ def test_a_step_none_of_whose_tokens_goes_to_a_rank_gives_zeros_there(way: str) 
     assert not getattr(other, way)(X, WEIGHTS, chosen).any()
     assert getattr(busy, way)(X, WEIGHTS, chosen).any(1).all()
     assert not getattr(idle, way)(X[:0], WEIGHTS[:0], chosen[:0]).numel()
+
+
+@pytest.fixture
+def spoilt_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated and not written is no number, and no row or expert that there is."""
+
+    def spoil(made: Tensor) -> Tensor:
+        return made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).min)
+
+    empty, new_empty = torch.empty, Tensor.new_empty
+    monkeypatch.setattr(torch, "empty", lambda *given, **more: spoil(empty(*given, **more)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *given, **more: spoil(new_empty(self, *given, **more)))
+
+
+SHORT = {
+    "int8": QuantizedWeight.rounded,
+    "int8 by int8": partial(QuantizedWeight.rounded, inputs=True),
+    "e4m3": lambda matrix: QuantizedWeight(Number.E4M3, e4m3(matrix), matrix.shape[1], ones(matrix), columns=1 << 20),
+}
+"""What a matrix becomes."""
+
+
+def e4m3(matrix: Tensor) -> Tensor:
+    return matrix.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def ones(matrix: Tensor) -> Tensor:
+    return torch.ones(len(matrix), 1)
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("spoilt_memory")
+@pytest.mark.parametrize(
+    "chosen", [CHOSEN, CHOSEN % 2, 5 - CHOSEN % 2], ids=["all", "the first rank's", "the last rank's"]
+)
+@pytest.mark.parametrize("form", ["plain", *SHORT])
+def test_mixtures_by_the_kernels_for_gpus_sum_up_over_ranks(form: str, chosen: Tensor) -> None:
+    row_ops = pytest.importorskip("llm_service.layers.gpu.row_ops")
+    parts = []
+    for group in RANKS:
+        layer = layer_of(group, stacked(set()))
+        use_ops(layer, row_ops)
+        if form in SHORT:
+            layer.experts._stay_short(
+                *([[SHORT[form](each)] for each in weight] for weight in layer.experts._weights())
+            )
+        parts.append(layer._together(X, WEIGHTS, chosen.int()))
+    wanted = expected(chosen)
+    assert (sum(parts) - wanted).norm() <= (1e-5 if form == "plain" else 0.06) * wanted.norm()
+
+
+@torch.inference_mode()
+def test_nothing_is_asked_of_the_device_of_how_many_tokens_a_rank_s_experts_get() -> None:
+    """A tensor without numbers could not tell."""
+    layer = layer_of(RANKS[1], stacked(set())).to("meta", torch.bfloat16)
+    given = X.to("meta", torch.bfloat16), WEIGHTS.to("meta", torch.bfloat16), CHOSEN.to("meta")
+    assert layer._together(*given).shape == X.shape
 
 
 def test_rows_of_others_experts_are_behind_all_and_have_no_place() -> None:
