@@ -71,9 +71,9 @@ def measure(running: int, sampling: SamplingParams) -> tuple[tuple[float, float,
             break
         result = _result(step)
         computed = time.perf_counter()
-        tokens = engine.finish(step, result)
+        output = engine.finish(step, result)
         taken = time.perf_counter()
-        encode(Tokens(tokens, 0.0))
+        encode(Tokens(output.tokens, 0.0))
         packed = time.perf_counter()
         if len(step.drawing) == step.plan.tokens == running:
             times.append((planned - begun, taken - computed, packed - taken))

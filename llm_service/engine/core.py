@@ -126,7 +126,7 @@ class EngineCore:
                 self._take(message)
             self._scheduler.expire(time.monotonic())
             worked = self.step()
-            self._report_ends()
+            self._report_notices()
             if not worked:
                 self._rest()
 
@@ -144,34 +144,30 @@ class EngineCore:
         if not self._under_way:
             return False
         result, step = self._steps.collect(), self._under_way.popleft()
-        tokens = self._scheduler.finish(step, result)
+        output = self._scheduler.finish(step, result)
         if self._under_way and (masks := self._scheduler.masks(self._under_way[0])):
             self._steps.mask(masks)  # before anything else: the next step is computed meanwhile, and waits for them
         if step.prefill:
             self._link.send(Prefills([_prefilled(*part, result) for part in step.prefill]))
-        for news in (*self._scheduler.take_scored(), *self._scheduler.take_pooled()):
+        for news in (*output.scored, *output.pooled):
             self._link.send(news)
         self._report_blocks()
-        if tokens:
-            self._link.send(Tokens(tokens, time.perf_counter()))
+        if output.tokens:
+            self._link.send(Tokens(output.tokens, time.perf_counter()))
         return True
 
     def _report_blocks(self) -> None:
         if self._block_events is not None and (events := self._block_events.take()):
             self._link.send(BlocksChanged(events))
 
-    def _report_ends(self) -> None:
-        """A failure is told before its request is released: nothing is heard of a released one."""
-        if read := self._scheduler.take_rows_read():
-            self._link.send(RowsRead(read))
-        for news in (
-            *self._scheduler.take_complete(),
-            *self._scheduler.take_failures(),
-            *self._scheduler.take_rows_needed(),
-        ):
+    def _report_notices(self) -> None:
+        notices = self._scheduler.take_notices()
+        if notices.rows_read:
+            self._link.send(RowsRead(notices.rows_read))
+        for news in (*notices.complete, *notices.failed, *notices.rows_needed):
             self._link.send(news)
-        if ended := self._scheduler.take_ended():
-            self._link.send(Released(ended))
+        if notices.released:
+            self._link.send(Released(notices.released))
 
     def _rest(self) -> None:
         """Waits for a message, a grammar or the next deadline. An engine that turns idle proves, now and then, that it

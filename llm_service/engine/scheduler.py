@@ -4,7 +4,6 @@ ends; `planner` chooses, `batch` writes the plan, `block_manager` owns the KV ca
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -17,7 +16,8 @@ from llm_service.engine.adapter_slots import AdapterSlots
 from llm_service.engine.batch import Slots, StateCopies, Step, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.finish import dead_end, finish_reason, never_at_once, never_whole, resumed_end
-from llm_service.engine.messages import Add, Complete, Failed, Pooled, RowsNeeded, Scored, Started, State, Token
+from llm_service.engine.messages import Add, Complete, Failed, Pooled, Scored, Started, State, Token
+from llm_service.engine.notices import NoticeQueue, Notices, StepOutput
 from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence, SequenceRules
@@ -76,13 +76,7 @@ class Scheduler:
         self._planner = Planner(self._queues, blocks, limits, self._pace, draft, self.adapter_slots)
         self._unchecked: list[Sequence] = []
         self._unstarted: set[int] = set()
-        self._scored: list[Scored] = []
-        self._pooled: list[Pooled] = []
-        self._complete: list[Complete] = []
-        self._failures: list[Failed] = []
-        self._rows_read: deque[tuple[int, int]] = deque()
-        self._rows_needed: deque[tuple[int, int]] = deque()
-        self._ended: deque[tuple[int, int]] = deque()
+        self._notices = NoticeQueue()
         self._arrivals = 0
         self._planned_steps = 0
         self._held = 0
@@ -166,7 +160,8 @@ class Scheduler:
             self._check()
         schedule = self._planner.choose()
         self.counters.preemptions += len(schedule.preempted)
-        self._rows_needed.extend((self._planned_steps, sequence.id) for sequence in schedule.displaced)
+        for sequence in schedule.displaced:
+            self._notices.rows_needed(sequence.id, self._planned_steps)
         started = [event for sequence in schedule.started if (event := self._announce(sequence))]
         if not schedule.num_scheduled_tokens:
             return None, started
@@ -187,7 +182,7 @@ class Scheduler:
             if count > 1:  # a single token's block is named when the token after it is known
                 self._name_blocks(sequence)
             if sequence.prompt.is_placed and self._queues.forget_places(sequence):
-                self._rows_read.append((self._planned_steps, sequence.id))
+                self._notices.rows_read(sequence.id, self._planned_steps)
         if self._held:
             self._fail_dead_ends(step)
         return step, started
@@ -216,7 +211,7 @@ class Scheduler:
                 self._fail(sequence.id, error)
                 continue
             if ended:
-                self._complete.append(Complete(sequence.id, sequence.choice, ended))
+                self._notices.complete(Complete(sequence.id, sequence.choice, ended))
                 self._end(sequence)
 
     def _state_copies(self, work: dict[Sequence, int]) -> StateCopies:
@@ -266,20 +261,20 @@ class Scheduler:
 
     # --- what follows --------------------------------------------------------------------------------------------
 
-    def finish(self, step: Step, result: StepResult) -> list[Token]:
+    def finish(self, step: Step, result: StepResult) -> StepOutput:
         """Takes in the result of the oldest step under way: tokens are known, ended sequences give everything back."""
+        output = StepOutput()
         self.counters.steps += 1
         self.counters.graph_steps += result.replayed
         prompt_tokens = sum(count for _, _, count in step.prefill)
         self._pace.learn(len(step.work) - len(step.prefill), prompt_tokens, result.ended - result.began)
         for (sequence, first), logprobs in zip(step.scoring, result.scores, strict=True):
             if not sequence.finished:
-                self._scored.append(Scored(sequence.id, first, logprobs))
-        self._take_pooled(step, result)
+                output.scored.append(Scored(sequence.id, first, logprobs))
+        self._take_pooled(step, result, output.pooled)
         if result.proposed:
             for (sequence, _), proposed in zip(step.work, result.proposed, strict=True):
                 sequence.take_proposed(proposed)
-        tokens: list[Token] = []
         for sequence, token, likely in zip(step.drawing, result.tokens, result.logprobs, strict=True):
             if sequence.finished or not sequence.num_placeholders:
                 # It ended while the step was under way, and nobody else has written to its blocks meanwhile; or a draft
@@ -296,11 +291,11 @@ class Scheduler:
             if isinstance(ended, TwinlensError):
                 self._fail(sequence.id, ended)
                 continue
-            tokens.append(Token(sequence.id, sequence.choice, token, ended, likely, drafts, accepted))
+            output.tokens.append(Token(sequence.id, sequence.choice, token, ended, likely, drafts, accepted))
             self._name_blocks(sequence)
             if ended:
                 self._end(sequence)
-        return tokens
+        return output
 
     def masks(self, step: Step) -> list[bytes]:
         """The masks that follow the plan of a step under way: one for each draw that waits for one. Once the step in
@@ -318,13 +313,13 @@ class Scheduler:
                 self._fail(sequence.id, error)
         return masks
 
-    def _take_pooled(self, step: Step, result: StepResult) -> None:
+    def _take_pooled(self, step: Step, result: StepResult, pooled: list[Pooled]) -> None:
         """Adds hidden states to what is there of each prompt's; those that have all of them end."""
         for (sequence, start), values in zip(step.pooling, result.pooled, strict=True):
             sequence.add_pooled(values, start)
         for sequence in step.embedded:
             if not sequence.finished:
-                self._pooled.append(Pooled(sequence.id, sequence.take_pooled()))
+                pooled.append(Pooled(sequence.id, sequence.take_pooled()))
                 self._name_blocks(sequence)
                 self._end(sequence)
 
@@ -337,49 +332,14 @@ class Scheduler:
         for index in range(len(sequence.table.identities), full):
             self.blocks.commit(sequence.table, sequence.block_identity(index, size), describe)
 
-    def take_scored(self) -> list[Scored]:
-        """What has become known of prompts since the last call; it goes out before the tokens of the same step."""
-        scored, self._scored = self._scored, []
-        return scored
-
-    def take_pooled(self) -> list[Pooled]:
-        """The requests that are embedded, since the last call; told before they are released."""
-        pooled, self._pooled = self._pooled, []
-        return pooled
-
-    def take_complete(self) -> list[Complete]:
-        """The choices that were complete when they came, since the last call; told before their request is released."""
-        complete, self._complete = self._complete, []
-        return complete
-
-    def take_failures(self) -> list[Failed]:
-        """The requests that failed since the last call; they are among `take_ended` as well."""
-        failures, self._failures = self._failures, []
-        return failures
-
-    def take_rows_read(self) -> list[int]:
-        """The requests whose rows have been read, told before they ask for any again: the steps that do so are over."""
-        return self._due(self._rows_read)
-
-    def take_rows_needed(self) -> list[RowsNeeded]:
-        """The requests that ask for their items, each told once: no step, not even one under way, reads their rows."""
-        return [RowsNeeded(id) for id in self._due(self._rows_needed)]
-
-    def take_ended(self) -> list[int]:
-        """The requests that are gone, each told once: no step, not even one under way, reads their rows any more."""
-        return self._due(self._ended)
-
-    def _due(self, news: deque[tuple[int, int]]) -> list[int]:
-        """Takes the requests of news whose steps are over: (steps that had been planned, request)."""
-        found: list[int] = []
-        while news and news[0][0] <= self.counters.steps:
-            found.append(news.popleft()[1])
-        return found
+    def take_notices(self) -> Notices:
+        """What has come of requests since the last call."""
+        return self._notices.take(self.counters.steps)
 
     def _fail(self, id: int, error: TwinlensError) -> None:
         if id in self._queues.requests:
             self.abort(id)
-            self._failures.append(Failed(id, code_number(error), error.reason, error.message, error.field))
+            self._notices.failed(Failed(id, code_number(error), error.reason, error.message, error.field))
 
     def _holds(self, sampling: SamplingParams) -> bool:
         """Whether such sequences are held to what may come next."""
@@ -390,7 +350,7 @@ class Scheduler:
         self.blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
         if self._queues.remove(sequence):
             self._unstarted.discard(sequence.id)
-            self._ended.append((self._planned_steps, sequence.id))
+            self._notices.released(sequence.id, self._planned_steps)
 
     # --- what others may know ------------------------------------------------------------------------------------
 

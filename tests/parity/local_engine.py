@@ -26,7 +26,8 @@ from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
-from llm_service.engine.messages import NOWHERE, Add, ItemRows, Started, Token
+from llm_service.engine.messages import NOWHERE, Add, Complete, Failed, ItemRows, Started, Token
+from llm_service.engine.notices import StepOutput
 from llm_service.engine.planner import Drafter, Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence as Sequenced
@@ -81,10 +82,17 @@ class Outcome:
 
 @dataclass(slots=True)
 class Progress:
-    """Which requests a step started, and the tokens of the one that was finished."""
+    """Which requests a step started, what came of those that were finished, and of requests meanwhile."""
 
     started: Sequence[Started]
-    tokens: list[Token] = field(default_factory=list)
+    outputs: list[StepOutput] = field(default_factory=list)
+    complete: list[Complete] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[Token]:
+        """Of all steps."""
+        return [token for output in self.outputs for token in output.tokens]
 
 
 def make_prompt(
@@ -285,6 +293,7 @@ class LocalEngine:
         self._free = 0
         self._places: dict[bytes, int] = {}
         self._rows: dict[int, list[tuple[int, int]]] = {}
+        self._rows_needed: list[int] = []
         self._ids = 0
 
     def submit(
@@ -369,18 +378,26 @@ class LocalEngine:
 
             def masks() -> list[bytes]:
                 while self._under_way:  # what a mask depends on
-                    progress.tokens += self._finish()
+                    progress.outputs.append(self._finish())
                 return self.scheduler.masks(planned)
 
             self._under_way.append((step, self.runner.launch(step.plan, masks)))
             if len(self._under_way) < self._depth:
-                return progress
+                return self._heard(progress)
         if self._under_way:
-            progress.tokens += self._finish()
-            return progress
-        return progress if self._place_rows() else None
+            progress.outputs.append(self._finish())
+            return self._heard(progress)
+        self._heard(progress)
+        return progress if self._place_rows() or progress.complete or progress.failed else None
 
-    def _finish(self) -> list[Token]:
+    def _heard(self, progress: Progress) -> Progress:
+        notices = self.scheduler.take_notices()
+        progress.complete += notices.complete
+        progress.failed += notices.failed
+        self._rows_needed += [each.id for each in notices.rows_needed]
+        return progress
+
+    def _finish(self) -> StepOutput:
         step, launched = self._under_way.popleft()
         return self.scheduler.finish(step, launched.result())
 
@@ -388,26 +405,26 @@ class LocalEngine:
         while (progress := self.advance()) is not None:
             for event in progress.started:
                 outcomes[event.id].cached = event.cached
-            self._tell(outcomes, progress.tokens)
+            self._tell(outcomes, progress)
         assert all(outcome.ended for outcome in outcomes.values()), "the engine has work but plans nothing"
         self.scheduler.check_integrity()
         return list(outcomes.values())
 
     def _place_rows(self) -> bool:
         """Says where rows are of requests that ask for them again; whether there are any."""
-        self.scheduler.take_rows_read()
-        needed = self.scheduler.take_rows_needed()
-        for each in needed:
-            self.scheduler.placed(each.id, self._rows[each.id])
+        needed, self._rows_needed = self._rows_needed, []
+        for id in needed:
+            self.scheduler.placed(id, self._rows[id])
         return bool(needed)
 
-    def _tell(self, outcomes: dict[int, Outcome], tokens: Sequence[Token]) -> None:
-        for scored in self.scheduler.take_scored():
-            self.scheduler.scores_taken(scored.id, scored.first + len(scored.logprobs))
-            outcomes[scored.id].prompt.extend(scored.logprobs)
-        for pooled in self.scheduler.take_pooled():
-            outcomes[pooled.id].pooled, outcomes[pooled.id].ended = pooled.values, "embedded"
-        for token in tokens:
+    def _tell(self, outcomes: dict[int, Outcome], progress: Progress) -> None:
+        for output in progress.outputs:
+            for scored in output.scored:
+                self.scheduler.scores_taken(scored.id, scored.first + len(scored.logprobs))
+                outcomes[scored.id].prompt.extend(scored.logprobs)
+            for pooled in output.pooled:
+                outcomes[pooled.id].pooled, outcomes[pooled.id].ended = pooled.values, "embedded"
+        for token in progress.tokens:
             if token.choice == 0:
                 outcomes[token.id].tokens.append(token.token)
                 outcomes[token.id].ended = token.ended

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from common.checkpoint import Checkpoint
-from llm_service.engine.messages import Resumed, Token
+from llm_service.engine.messages import Resumed
 from llm_service.engine.structure import Form, Matcher, Structures
 from llm_service.model_config.served import ServedModel
 from llm_service.request import Pooling, SamplingParams, Structure
@@ -30,7 +30,7 @@ from tests.checkpoints import Family
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.cases import PROMPTS
 from tests.parity.hf_side import Served
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
+from tests.parity.local_engine import LocalEngine, Progress, Prompt, make_prompt
 from tools.models.prompts import PROMPTS as PROMPTS_OF_ANY
 from tools.models.tiny import make
 
@@ -157,7 +157,7 @@ class Load:
             self._leave(turn)
             progress = self._engine.advance()
             if progress is not None:
-                self._hear(progress.tokens)
+                self._hear(progress)
             landed = self._land()
             if progress is None and not landed and joined == len(self._wishes):
                 break
@@ -165,7 +165,7 @@ class Load:
         scheduler = self._engine.scheduler
         scheduler.check_integrity()
         state = scheduler.state()
-        assert (state.waiting, state.running, state.kv_blocks_used, scheduler.take_failures()) == (0, 0, 0, [])
+        assert (state.waiting, state.running, state.kv_blocks_used) == (0, 0, 0)
         return self._told
 
     def _join(self, number: int) -> None:
@@ -211,16 +211,17 @@ class Load:
                 if wish.choice < 0:
                     self._landing.pop(id, None)
 
-    def _hear(self, tokens: Sequence[Token]) -> None:
-        scheduler = self._engine.scheduler
-        for scored in scheduler.take_scored():
-            scheduler.scores_taken(scored.id, scored.first + len(scored.logprobs))
-            self._told[self._numbers[scored.id]].prompt += [each.chosen for each in scored.logprobs]
-        for pooled in scheduler.take_pooled():
-            self._told[self._numbers[pooled.id]].pooled = pooled.values
-        for complete in scheduler.take_complete():
+    def _hear(self, progress: Progress) -> None:
+        assert not progress.failed, "a request failed"
+        for output in progress.outputs:
+            for scored in output.scored:
+                self._engine.scheduler.scores_taken(scored.id, scored.first + len(scored.logprobs))
+                self._told[self._numbers[scored.id]].prompt += [each.chosen for each in scored.logprobs]
+            for pooled in output.pooled:
+                self._told[self._numbers[pooled.id]].pooled = pooled.values
+        for complete in progress.complete:
             self._end(self._numbers[complete.id], complete.choice, complete.ended)
-        for token in tokens:
+        for token in progress.tokens:
             number = self._numbers[token.id]
             assert (number, token.choice) not in self._left, "a choice that was aborted says more"
             told = self._told[number]

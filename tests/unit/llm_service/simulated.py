@@ -315,8 +315,7 @@ class Simulation:
 
     def expire(self, now: float) -> None:
         self.scheduler.expire(now)
-        for event in self.scheduler.take_failures():
-            self._fail(event)
+        self._hear()
         for id in self._held_back:
             outcome = self.outcomes[id]
             if not outcome.over and outcome.order.deadline is not None and outcome.order.deadline <= now:
@@ -342,23 +341,27 @@ class Simulation:
             self._under_way.append(step)
         if len(self._under_way) == self._depth or (step is None and self._under_way):
             step = self._compute()
-        for complete in self.scheduler.take_complete():
-            assert not self.outcomes[complete.id].ended[complete.choice]
-            self.outcomes[complete.id].ended[complete.choice] = complete.ended
-        for event in self.scheduler.take_failures():
-            self._fail(event)
-        for id in self.scheduler.take_rows_read():
-            assert id not in self.rows_needed, "rows are read that have no place"
-            self.rows_read.append(id)
-            self._give_back(id)
-        for wanted in self.scheduler.take_rows_needed():
-            self.rows_needed.append(wanted.id)
-            self._give_back(wanted.id)
-        for id in self.scheduler.take_ended():
-            self.outcomes[id].released += 1
+        self._hear()
         if check:
             self.scheduler.check_integrity()
         return step
+
+    def _hear(self) -> None:
+        notices = self.scheduler.take_notices()
+        for id in notices.rows_read:
+            assert id not in self.rows_needed, "rows are read that have no place"
+            self.rows_read.append(id)
+            self._give_back(id)
+        for complete in notices.complete:
+            assert not self.outcomes[complete.id].ended[complete.choice]
+            self.outcomes[complete.id].ended[complete.choice] = complete.ended
+        for event in notices.failed:
+            self._fail(event)
+        for wanted in notices.rows_needed:
+            self.rows_needed.append(wanted.id)
+            self._give_back(wanted.id)
+        for id in notices.released:
+            self.outcomes[id].released += 1
 
     def _compute(self) -> Step:
         """Computes the oldest step under way, as late as a real engine may: after later ones were planned."""
@@ -373,11 +376,13 @@ class Simulation:
         self._chosen = result.tokens
         counters = self.scheduler.counters
         drafted, accepted = counters.draft_tokens, counters.accepted_draft_tokens
-        tokens = self.scheduler.finish(step, result)
+        output = self.scheduler.finish(step, result)
         self._masks = self.scheduler.masks(self._under_way[0]) if self._under_way else []
-        assert counters.draft_tokens - drafted == sum(token.drafts for token in tokens), "the totals are what was told"
-        assert counters.accepted_draft_tokens - accepted == sum(token.accepted for token in tokens)
-        for scored in self.scheduler.take_scored():
+        assert counters.draft_tokens - drafted == sum(token.drafts for token in output.tokens), (
+            "the totals are what was told"
+        )
+        assert counters.accepted_draft_tokens - accepted == sum(token.accepted for token in output.tokens)
+        for scored in output.scored:
             outcome = self.outcomes[scored.id]
             assert not outcome.over
             assert not outcome.tokens[0], "a score after the first token"
@@ -386,11 +391,11 @@ class Simulation:
             assert len(outcome.scored) - outcome.taken <= self.limits.max_waiting_scores
             if scored.id not in self.slow:
                 self.take_scores(scored.id)
-        for pooled in self.scheduler.take_pooled():
+        for pooled in output.pooled:
             outcome = self.outcomes[pooled.id]
             assert not outcome.over, "an embedding after the end of its request"
             outcome.pooled = pooled.values
-        for token in tokens:
+        for token in output.tokens:
             self._take(token)
         self.steps += 1
         self.computed += step.plan.tokens

@@ -41,7 +41,7 @@ def test_an_item_that_must_be_whole_is_never_cut_and_refused_where_no_step_holds
         counts.append(step.plan.tokens)
     assert counts[:2] == [4, 10]
     engine.submit(order(text(30), [Picture(2, 4, 10)]))
-    (failure,) = engine.scheduler.take_failures()
+    (failure,) = engine.scheduler.take_notices().failed
     assert (failure.reason, failure.field) == ("EMBEDDINGS_TOO_LARGE", "media")
     assert engine.step() is None
 
@@ -98,7 +98,7 @@ def test_a_prompt_that_is_seen_whole_waits_for_its_last_row_and_is_computed_at_o
 def test_a_prompt_that_is_seen_whole_is_refused_where_no_step_holds_it() -> None:
     engine = simulation(max_running=2, step_tokens=31, chunk_rule=_WHOLE)
     engine.submit(order(text(31)))
-    (failure,) = engine.scheduler.take_failures()
+    (failure,) = engine.scheduler.take_notices().failed
     assert (failure.reason, failure.field) == ("PROMPT_TOO_LONG", "input")
     assert "31 tokens > 30 maximum" in failure.message
     assert engine.step() is None

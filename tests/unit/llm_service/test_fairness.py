@@ -273,7 +273,7 @@ def test_the_first_that_waits_is_not_overtaken_for_ever_where_decodes_keep_their
         ended = now + 0.01 + 0.0001 * sum(count for _, _, count in made.prefill)
         scheduler.finish(made, StepResult([1] * draws, [None] * draws, began=now, ended=ended))
         now = ended
-        scheduler.take_ended()
+        scheduler.take_notices()
         if long and long not in scheduler._queues.requests:
             return
     pytest.fail("it has not come to its end")

@@ -164,7 +164,7 @@ class Engine:
             if not under_way:
                 break
             step, launched = under_way.popleft()
-            for token in self.scheduler.finish(step, launched.result()):
+            for token in self.scheduler.finish(step, launched.result()).tokens:
                 said[token.id][token.choice].append(token.token)
         self.scheduler.check_integrity()
         assert self.manager.used == 0
