@@ -34,7 +34,6 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.weight_dtype import W8A8
 from llm_service.model_config.adapter_folder import Adaptable, read
 from llm_service.model_config.text import TextConfig
-from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Adapter, Chunk, Draw, StepPlan
 from llm_service.worker.adapters import RankAdapters, shapes_of
@@ -107,7 +106,7 @@ def _print_drafts(folder: Path, context: Tensor, dtype: torch.dtype, given: argp
     """A step's time by the tokens that it computes, as a part of one token's, and that for each, if all are right. The
     copy of states that drafts begin with is part of it."""
     table = list(range(-(-(len(context) + 1 + given.drafts) // _BLOCK)))
-    runner, _ = _runner(folder, len(table), "numba", "", dtype)
+    runner = _runner(folder, len(table), "numba", "", dtype)
     slots = [0] if runner.caches.state_slots else []
     runner.run(_prompt(context, table, slots))
     plans = []
@@ -159,9 +158,8 @@ def _steps(
     their numbers."""
     context = contexts.shape[1]
     each = -(-(context + 1) // _BLOCK)
-    runner, decoder = _runner(folder, max(_BATCHES) * each, attention, weights, dtype)
-    if adapters:
-        runner.adapters = RankAdapters(decoder, len(adapters), rank)
+    runner = _runner(folder, max(_BATCHES) * each, attention, weights, dtype, len(adapters), rank)
+    if runner.adapters is not None:
         for number, adapter in enumerate(adapters):
             runner.adapters.load(number, adapter)
         runner.adapters.begin(StepPlan(b"", b"", [], [], [], filled=[(slot, slot) for slot in range(len(adapters))]))
@@ -179,13 +177,16 @@ def _steps(
         yield runner, structs.replace(plan, slots=list(chain(*slots)))
 
 
-def _runner(folder: Path, blocks: int, attention: str, weights: str, dtype: torch.dtype) -> tuple[ModelRunner, Decoder]:
-    """What runs steps of a checkpoint, over a cache of so many blocks."""
+def _runner(
+    folder: Path, blocks: int, attention: str, weights: str, dtype: torch.dtype, adapters: int = 0, rank: int = 0
+) -> ModelRunner:
+    """What runs steps of a checkpoint, over a cache of so many blocks, with slots for adapters up to a rank."""
     decoder = load_decoder(Checkpoint(folder), dtype, _CPU, weight_dtype=weights)
     given = decoder.mixers(), blocks, _BLOCK, decoder.kv_dtype, _CPU
     caches = Caches(*given, attention=attention, state_slots=max(_BATCHES))
     arena = RowArena(SharedBuffer.create("bench", 1 << 16).view, 1, decoder.config.hidden_size, decoder.dtype)
-    return ModelRunner(decoder, arena, caches), decoder
+    slots = RankAdapters(decoder, adapters, rank) if adapters else None
+    return ModelRunner(decoder, arena, caches, adapters=slots)
 
 
 def _prompt(ids: Tensor, table: list[int], slots: list[int]) -> StepPlan:

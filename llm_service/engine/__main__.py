@@ -14,7 +14,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     """Loads the model on every rank and makes the KV cache. Raises CheckpointError where that cannot be."""
     from llm_service.layers.group import ALONE  # torch takes a second to import
     from llm_service.worker.executor import GroupExecutor, LoneExecutor
-    from llm_service.worker.load import adapter_reader, load_runner, reachable
+    from llm_service.worker.load import adapter_reader, load_rank, reachable
     from llm_service.worker.ranks import device_of, lead, rank_place
 
     size = settings.tensor_parallel
@@ -22,32 +22,33 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     if ranks is not None:
         ranks.tell(msgspec.msgpack.encode(settings))
     group = ranks.group if ranks is not None else ALONE
-    places = [rank_place(rank, settings, "", 0) for rank in range(size)]
-    runner = load_runner(settings, device_of(places[0]), group, arena_fd)
+    places = [rank_place(number, settings, "", 0) for number in range(size)]
+    rank = load_rank(settings, device_of(places[0]), group, arena_fd)
+    runner, changeover, host_cache = rank.runner, rank.changeover, rank.runner.host_cache
     late_compiles = LateCompiles()
     if settings.device != "cpu":
         late_compiles.watch()  # other ranks compile what this one does
     if ranks is not None:
         ranks.wait_for_all()
     return Loaded(
-        executor=LoneExecutor(runner) if ranks is None else GroupExecutor(runner, ranks),
+        executor=LoneExecutor(runner, changeover) if ranks is None else GroupExecutor(runner, ranks, changeover),
         blocks=runner.caches.blocks,
-        block_bytes=runner.block_bytes,
+        block_bytes=rank.block_bytes,
         state_slots=runner.caches.state_slots,
         snapshot_slots=runner.caches.snapshot_slots,
-        host_blocks=0 if runner.host_cache is None else runner.host_cache.count,
-        place_bytes=0 if runner.host_cache is None or not settings.kv_host_fd else runner.host_cache.place_bytes,
+        host_blocks=0 if host_cache is None else host_cache.count,
+        place_bytes=0 if host_cache is None or not settings.kv_host_fd else host_cache.place_bytes,
         state_chunk=runner.caches.state_chunk,
         chunk_rule=runner.chunk_rule,
         forgets_answers=runner.forgets_answers,
         read_adapter=adapter_reader(settings),
         row_bytes=runner.row_bytes,
-        max_step_tokens=runner.max_step_tokens,
-        weights=runner.weights,
-        waits=runner.waits,
+        max_step_tokens=rank.max_step_tokens,
+        weights=rank.weights,
+        waits=rank.waits,
         devices=[place.device_name for place in places],
         reachable=reachable(settings, [device_of(place) for place in places]),
-        compiling=lambda: runner.changeover is not None and runner.changeover.waits,
+        compiling=lambda: changeover is not None and changeover.waits,
         late_compiles=lambda: late_compiles.count,
     )
 

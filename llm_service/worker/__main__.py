@@ -25,7 +25,7 @@ def main() -> None:
     gc.disable()  # what is imported and loaded stays: collections would look through it again and again
     from llm_service.worker.executor import follow  # torch takes a second to import
     from llm_service.worker.heartbeat import PlaceTakenError
-    from llm_service.worker.load import load_runner
+    from llm_service.worker.load import load_rank
     from llm_service.worker.ranks import device_of, join
 
     log.configure("info", service=f"llm-rank-{place.rank}")
@@ -40,7 +40,7 @@ def main() -> None:
     if place.rank >= place.here:  # this host has an arena of its own, as large as the first one's
         os.ftruncate(arena_fd, settings.row_bytes)
     try:
-        runner = load_runner(settings, device_of(place), ranks.group, arena_fd)
+        rank = load_rank(settings, device_of(place), ranks.group, arena_fd)
     except CheckpointError as error:
         _log.error("this rank cannot serve the checkpoint", cause=str(error))
         return  # rank 0 of the same host meets the same, and says so
@@ -49,7 +49,7 @@ def main() -> None:
     ranks.wait_for_all()
     link.send(Joined())
     try:
-        follow(runner, ranks)
+        follow(rank.runner, ranks, rank.changeover)
     except RuntimeError as error:
         _log.info("the group has ended", cause=str(error))
 

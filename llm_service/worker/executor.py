@@ -17,6 +17,7 @@ from llm_service.plan import (
     ToRank,
     no_masks,
 )
+from llm_service.worker.changeover import Changeover
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.ranks import Ranks
 
@@ -34,17 +35,18 @@ def message_of(plan: StepPlan) -> bytes:
 
 
 class LoneExecutor:
-    """One rank."""
+    """One rank. It has a `changeover` where torch's kernels have begun, and ours are to go on."""
 
     beat_seconds: float | None = None
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, changeover: Changeover | None = None) -> None:
         self._runner = runner
+        self._changeover = changeover
 
     def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Launched:
         """Begins a step."""
-        if (changeover := self._runner.changeover) is not None and changeover.due:
-            changeover.ask(ALONE.all_reduce_min)
+        if self._changeover is not None and self._changeover.due:
+            self._changeover.ask(ALONE.all_reduce_min)
         return self._runner.launch(plan, masks)
 
     def obey(self, order: MirrorOrder) -> Pulled:
@@ -64,13 +66,15 @@ class LoneExecutor:
 
 
 class GroupExecutor:
-    """Rank 0 of a group: every rank computes its share of a plan; this one draws the tokens."""
+    """Rank 0 of a group: every rank computes its share of a plan; this one draws the tokens. `changeover` as in
+    `LoneExecutor`: all ranks have one, or none."""
 
     beat_seconds: float | None = BEAT_SECONDS
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks, changeover: Changeover | None = None) -> None:
         self._runner = runner
         self._ranks = ranks
+        self._changeover = changeover
 
     def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Launched:
         """Begins a step on all ranks; raises RuntimeError where one is gone."""
@@ -104,12 +108,12 @@ class GroupExecutor:
         self._ranks.tell(b"")
 
     def _change_over(self) -> None:
-        if (changeover := self._runner.changeover) is not None and changeover.due:
+        if self._changeover is not None and self._changeover.due:
             self._ranks.tell(_encode(ToRank(changeover=True)))
-            changeover.ask(self._ranks.group.all_reduce_min)
+            self._changeover.ask(self._ranks.group.all_reduce_min)
 
 
-def follow(runner: ModelRunner, ranks: Ranks) -> None:
+def follow(runner: ModelRunner, ranks: Ranks, changeover: Changeover | None = None) -> None:
     """Another rank: computes its share of every plan, and obeys every order, until rank 0 is gone, which raises
     RuntimeError."""
     decode = msgspec.msgpack.Decoder(ToRank).decode
@@ -121,8 +125,8 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
             ranks.share_rows(told.plan.rows, runner.arena)
             runner.follow(told.plan)
         if told.changeover:
-            assert runner.changeover is not None, "ranks begin alike"
-            runner.changeover.ask(ranks.group.all_reduce_min)
+            assert changeover is not None, "ranks begin alike"
+            changeover.ask(ranks.group.all_reduce_min)
         if (adapter_order := told.install or told.drop) is not None:
             runner.adapt(adapter_order)
         if told.order is not None:

@@ -1,4 +1,4 @@
-"""From settings to a runner: what every rank does alike."""
+"""From settings to a rank that is warm: what every rank does alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.model_config.adapter_folder import Adaptable, read
-from llm_service.model_config.served import ServedModel
+from llm_service.model_config.served import ServedModel, Weights
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.loader import load_hf_decoder
@@ -42,6 +42,7 @@ from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
+from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.graphs import CaptureBounds
 from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
 from llm_service.worker.host_cache import HostCache
@@ -68,7 +69,24 @@ _USUAL_PROMPT = 512
 """Tokens of a prompt beside its picture's rows."""
 
 
-def load_runner(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> ModelRunner:
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """A runner that is warm, and what was found out on the way there."""
+
+    runner: ModelRunner
+    weights: Weights
+    """This rank's share of them."""
+    max_step_tokens: int
+    """Of the largest step that it has memory for."""
+    block_bytes: int
+    """Of a KV block, with what the proposer keeps in one."""
+    waits: int
+    """How often decode steps of one token wait for a GPU while they are launched, which they should not."""
+    changeover: Changeover | None
+    """From torch's kernels to ours, where these are still being compiled."""
+
+
+def load_rank(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> LoadedRank:
     """Loads this rank's share of the model, runs the largest step, and makes the KV cache that memory is left for.
 
     The runner's caches say how much that is, the same on all ranks. Raises CheckpointError where the checkpoint
@@ -86,7 +104,7 @@ def load_runner(settings: EngineSettings, device: torch.device, group: TensorGro
         raise CheckpointError(f"this machine's memory is too small: {str(error).partition(_LACK)[2]}") from error
 
 
-def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> ModelRunner:
+def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> LoadedRank:
     here = group.size // settings.nodes
     use = _use_threads(settings, device, here)
     checkpoint = Checkpoint.resolve(settings.model)
@@ -122,19 +140,11 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     context = served.longest(settings.max_context)
     free = gauge.free() - graphs * settings.graph_bytes
     room = _room(share, cache_budget(settings, free, gpu=device.type == "cuda"), context)
-    runner = share.runner(room)
-    runner.block_bytes = room.block_bytes
-    runner.changeover, runner.weights, runner.adapters = changeover, weights, adapters
-    runner.max_step_tokens = settings.max_step_tokens
+    runner = share.runner(room, adapters, _core_share(share, use))
     if graphs:
         _capture(runner, settings, context, share)
-    if device.type == "cuda":
-        runner.waits = len(unmeant_waits(runner))
-    if settings.core_share and device.type == "cpu" and group.size == 1:
-        runner.share = CoreShare.of_this_host(torch.get_num_threads(), use)
-        if runner.share is not None and isinstance(decoder, Decoder):
-            runner.share.between([*decoder.layers, *(drafting.decoder.layers if drafting is not None else ())])
-    return runner
+    waits = len(unmeant_waits(runner)) if device.type == "cuda" else 0
+    return LoadedRank(runner, weights, settings.max_step_tokens, room.block_bytes, waits, changeover)
 
 
 def _use_threads(settings: EngineSettings, device: torch.device, here: int) -> Callable[[int], None]:
@@ -184,7 +194,12 @@ class _Share:
         """Where it lies."""
         return self.decoder.device
 
-    def runner(self, room: _Room) -> ModelRunner:
+    def runner(
+        self,
+        room: _Room,
+        adapters: RankAdapters | HfAdapters | None = None,
+        core_share: CoreShare | None = None,
+    ) -> ModelRunner:
         """One with so much room."""
         settings, decoder = self.settings, self.decoder
         caches = Caches(
@@ -198,20 +213,38 @@ class _Share:
             state_slots=room.slots,
             snapshot_slots=room.snapshots,
         )
-        runner, own = ModelRunner(decoder, self.arena, caches), []
-        runner.keeps_hidden = settings.speculative_method in DRAFT_HEADS
+        proposer: DraftModel | None = None
         if self.drafting is not None:
-            given = self.arena, room.blocks, settings.block_size, settings.attention
-            runner.proposer = self.drafting.proposer(*given)
-            own = runner.proposer.caches.block_tensors
-        if room.host_blocks:
-            tensors = [*caches.block_tensors, *own]
-            if settings.kv_host_fd:
-                memory = _host_memory(settings, self.group.rank)
-                runner.host_cache = HostCache(tensors, room.host_blocks, memory=memory, place_bytes=room.place_bytes)
-            else:
-                runner.host_cache = HostCache(tensors, room.host_blocks)
-        return runner
+            proposer = self.drafting.proposer(self.arena, room.blocks, settings.block_size, settings.attention)
+        return ModelRunner(
+            decoder,
+            self.arena,
+            caches,
+            adapters=adapters,
+            host_cache=self._host_cache(room, caches, proposer) if room.host_blocks else None,
+            proposer=proposer,
+            keeps_hidden=settings.speculative_method in DRAFT_HEADS,
+            core_share=core_share,
+        )
+
+    def _host_cache(self, room: _Room, caches: Caches, proposer: DraftModel | None) -> HostCache:
+        """Of the model's blocks and of those of what proposes drafts."""
+        tensors = [*caches.block_tensors, *(() if proposer is None else proposer.caches.block_tensors)]
+        if not self.settings.kv_host_fd:
+            return HostCache(tensors, room.host_blocks)
+        memory = _host_memory(self.settings, self.group.rank)
+        return HostCache(tensors, room.host_blocks, memory=memory, place_bytes=room.place_bytes)
+
+
+def _core_share(share: _Share, use: Callable[[int], None]) -> CoreShare | None:
+    """This process's of its host's cores, taken anew between layers; None where it has its cores for itself."""
+    if not share.settings.core_share or share.device.type != "cpu" or share.group.size > 1:
+        return None
+    cores = CoreShare.of_this_host(torch.get_num_threads(), use)
+    if cores is not None and isinstance(share.decoder, Decoder):
+        drafting = share.drafting
+        cores.between([*share.decoder.layers, *(drafting.decoder.layers if drafting is not None else ())])
+    return cores
 
 
 def _host_memory(settings: EngineSettings, rank: int) -> memoryview:

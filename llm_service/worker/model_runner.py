@@ -18,7 +18,6 @@ from common.transfer import ToHost, to_device
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
-from llm_service.model_config.served import Weights
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.hf.decoder import HfDecoder
@@ -37,7 +36,6 @@ from llm_service.worker import sampler
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.capture_trial import what_waits
-from llm_service.worker.changeover import Changeover
 from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, Graph, GraphRunner
@@ -109,28 +107,34 @@ class Launched:
 
 
 class ModelRunner:
-    """One rank: the weights, and what layers keep of sequences. It has a `changeover` where it began with torch's
-    kernels and is to go on with ours, and a `share` of cores where other processes may compute
-    on them. Where it has a `proposer`, every step waits for its tokens, which drafts follow; where that, on the first
-    rank, is a draft head, each rank `keeps_hidden` states of all places. It was loaded for steps of
-    up to `max_step_tokens`, with KV blocks of `block_bytes`. `waits`: for the device, at the launch of a decode step,
-    which none should have, as counted at the start."""
+    """One rank: the weights, and what layers keep of sequences; steps are eager until `capture` has made `graphs`. It
+    has slots for `adapters` and a `host_cache` of KV blocks where either is served, and a `core_share` where other
+    processes may compute on its cores. Where it has a `proposer`, every step waits for its tokens, which drafts follow;
+    where that, on the first rank, is a draft head, each rank `keeps_hidden` states of all places."""
 
-    def __init__(self, decoder: Decoder | HfDecoder, arena: RowArena, caches: Caches) -> None:
+    def __init__(
+        self,
+        decoder: Decoder | HfDecoder,
+        arena: RowArena,
+        caches: Caches,
+        *,
+        adapters: RankAdapters | HfAdapters | None = None,
+        host_cache: HostCache | None = None,
+        proposer: Proposer | None = None,
+        keeps_hidden: bool = False,
+        core_share: CoreShare | None = None,
+    ) -> None:
         self._decoder = decoder
         self.arena = arena
         self.caches = caches
-        self._replayed = False
+        self.adapters = adapters
+        self.host_cache = host_cache
+        self.proposer = proposer
+        self.core_share = core_share
         self.graphs: GraphRunner | None = None
+        self._keeps_hidden = keeps_hidden
+        self._replayed = False
         self._tables = DeviceTables(caches.block_size, decoder.device)
-        self.changeover: Changeover | None = None
-        self.weights = Weights()
-        self.adapters: RankAdapters | HfAdapters | None = None
-        self.share: CoreShare | None = None
-        self.proposer: Proposer | None = None
-        self.keeps_hidden = False
-        self.host_cache: HostCache | None = None
-        self.max_step_tokens = self.waits = self.block_bytes = 0
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
         self._known = True  # on every rank: there are none yet
@@ -200,7 +204,7 @@ class ModelRunner:
         draft head goes on from; what it makes of them is in `last_hidden`, for each draw, until the next step."""
         began = time.perf_counter()
         proposed: Callable[[], list[list[int]]] = list
-        with self.share.computing() if self.share is not None else nullcontext():
+        with self.core_share.computing() if self.core_share is not None else nullcontext():
             hidden, wanted, scores, extracted = self._forward(plan, previous)
             drawn = self._drawn(plan, wanted[: len(plan.draws)], masks) if plan.draws else None
             pooled = self._pool(plan, hidden, wanted) if plan.pools else None
@@ -305,7 +309,7 @@ class ModelRunner:
         """Whether somebody reads the hidden states of places that are not among the wanted ones."""
         sums = any(each.count > 1 for each in plan.pools)
         reordered = bool(plan.pools) and len(plan.wanted) == plan.tokens  # adapters' rows go by how many they are
-        return bool(plan.scores) or sums or reordered or self.keeps_hidden
+        return bool(plan.scores) or sums or reordered or self._keeps_hidden
 
     def _move(self, plan: StepPlan, graph: Graph | None) -> _Moved:
         """All that a step needs to know, in one copy. The block tables have what the plan appends."""

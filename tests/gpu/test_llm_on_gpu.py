@@ -27,7 +27,7 @@ from llm_service.worker import gpu_sampler, sampler
 from llm_service.worker.caches import Caches
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, GraphKind, decode_sizes, prefill_sizes
-from llm_service.worker.load import load_runner
+from llm_service.worker.load import load_rank
 from llm_service.worker.memory import largest_step
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.wait_trial import unmeant_waits
@@ -238,7 +238,7 @@ def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..
     }
     settings = EngineSettings(**{**dict.fromkeys(EngineSettings.__struct_fields__, 0), **given})
     free, _ = torch.cuda.mem_get_info()
-    runner = load_runner(settings, CUDA, ALONE, memory.fd)
+    runner = load_rank(settings, CUDA, ALONE, memory.fd).runner
     assert runner.caches.blocks == 64 * 4096 // 16, "a tiny model's contexts fit"
     assert runner.graphs is not None
     assert runner.graphs.sizes == sizes(decode_sizes(64), prefill_sizes(2048))

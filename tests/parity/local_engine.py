@@ -48,7 +48,7 @@ from llm_service.request import ChatPrompt, MediaItem, Message, Pooling, PromptL
 from llm_service.settings import CacheDtype
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
-from llm_service.worker.draft_loader import load_draft_model, load_eagle_head, load_mtp_layer
+from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.model_runner import Launched, ModelRunner
@@ -226,41 +226,43 @@ class LocalEngine:
             snapshot_slots=32,
             kv_cache_dtype=kv_cache_dtype,
         )
-        self.runner = ModelRunner(decoder, arena, caches)
+        drafting: Drafting | None = None
         if draft_model is not None:
             drafting = load_draft_model(Checkpoint(draft_model), served, dtype, torch.device(device))
-            self.runner.proposer = drafting.proposer(arena, blocks, block_size, attention)
         if mtp:
-            self.runner.keeps_hidden = True
-            layer = load_mtp_layer(checkpoint, decoder, dtype, weight_dtype=weight_dtype)
-            self.runner.proposer = layer.proposer(arena, blocks, block_size, attention)
+            drafting = load_mtp_layer(checkpoint, decoder, dtype, weight_dtype=weight_dtype)
         if eagle is not None:
-            self.runner.keeps_hidden = True
-            head = load_eagle_head(Checkpoint(eagle), decoder, checkpoint, dtype, weight_dtype=weight_dtype)
-            self.runner.proposer = head.proposer(arena, blocks, block_size, attention)
-        if host_blocks:
-            drafting_too = [] if self.runner.proposer is None else self.runner.proposer.caches.block_tensors
-            self.runner.host_cache = HostCache([*caches.block_tensors, *drafting_too], host_blocks)
-        self.adapters: dict[int, Adapter] = {}
+            drafting = load_eagle_head(Checkpoint(eagle), decoder, checkpoint, dtype, weight_dtype=weight_dtype)
+        proposer = None if drafting is None else drafting.proposer(arena, blocks, block_size, attention)
+        drafts_blocks = [] if proposer is None else proposer.caches.block_tensors
+        read_adapters: list[Adapter] = []
+        slots: RankAdapters | HfAdapters | None = None
         if adapters:
             adaptable = adaptable_of(checkpoint.config if hf is None else hf.text, max_rank=8)
             assert isinstance(decoder, Decoder)
-            self.runner.adapters = RankAdapters(decoder, max_loras or len(adapters), 8, adapter_kernel)
-            for number, folder in enumerate(adapters, 1):
-                adapter = read(str(folder.parent), folder.name, adaptable)
-                self.runner.adapt(Install(number, adapter))
-                self.adapters[number] = adapter
+            slots = RankAdapters(decoder, max_loras or len(adapters), 8, adapter_kernel)
+            read_adapters = [read(str(folder.parent), folder.name, adaptable) for folder in adapters]
         if hf is not None and hf.adapters:
             paths = list(dict.fromkeys(hf.adapters.values()))
             if isinstance(decoder, HfDecoder):
-                self.runner.adapters = HfAdapters(decoder, len(paths))
+                slots = HfAdapters(decoder, len(paths))
                 adaptable = hf_adaptable(config_of(directory), max_rank=8)
             else:
-                self.runner.adapters = RankAdapters(decoder, len(paths), 8, adapter_kernel)
+                slots = RankAdapters(decoder, len(paths), 8, adapter_kernel)
                 adaptable = adaptable_of(hf.text, max_rank=8)
-            for number, path in enumerate(paths, 1):
-                self.adapters[number] = read(str(directory), path, adaptable)
-                self.runner.adapt(Install(number, self.adapters[number]))
+            read_adapters = [read(str(directory), path, adaptable) for path in paths]
+        self.runner = ModelRunner(
+            decoder,
+            arena,
+            caches,
+            adapters=slots,
+            host_cache=HostCache([*caches.block_tensors, *drafts_blocks], host_blocks) if host_blocks else None,
+            proposer=proposer,
+            keeps_hidden=mtp or eagle is not None,
+        )
+        self.adapters = dict(enumerate(read_adapters, 1))
+        for number, adapter in self.adapters.items():
+            self.runner.adapt(Install(number, adapter))
         self.scheduler = Scheduler(
             BlockManager(
                 blocks,

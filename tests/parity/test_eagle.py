@@ -241,9 +241,8 @@ def test_hidden_states_are_those_of_transformers_where_what_layers_add_is_multip
     ids = array("i", range(7, 20))
     buffer = SharedBuffer.create("test-rows", 1 << 12)
     caches = Caches(decoder.mixers(), 2, 16, torch.float32, decoder.device)
-    runner = ModelRunner(decoder, RowArena(buffer.view, 1, 32, torch.float32), caches)
-    runner.keeps_hidden = True
-    runner.proposer = proposer = Mock(propose=Mock(return_value=list))
+    arena, proposer = RowArena(buffer.view, 1, 32, torch.float32), Mock(propose=Mock(return_value=list))
+    runner = ModelRunner(decoder, arena, caches, proposer=proposer, keeps_hidden=True)
     chunks, draws = [Chunk(0, len(ids), 0)], [Draw(at=len(ids) - 1)]
     positions = array("i", range(len(ids))) * 3
     runner.run(StepPlan(ids.tobytes(), positions.tobytes(), chunks, [], draws, appended=[appended(0, [0])]))

@@ -80,7 +80,7 @@ class Wire:
 def test_one_rank_changes_over_before_the_step_after_its_kernels_are_there() -> None:
     selection.select(numba=False)
     rank: Any = Rank(WAITING)
-    executor = LoneExecutor(rank)
+    executor = LoneExecutor(rank, rank.changeover)
     executor.launch(NOTHING)
     rank.compiling.readiness = THERE
     executor.launch(NOTHING)
@@ -98,7 +98,7 @@ def test_all_ranks_change_over_before_the_same_step() -> None:
     readiness = [WAITING]
     wire: Any = Wire()
     wire.group.all_reduce_min = lambda number: min(number, *readiness)
-    executor = GroupExecutor(first, wire)
+    executor = GroupExecutor(first, wire, first.changeover)
     executor.launch(NOTHING)
     first.compiling.readiness = THERE
     for ready, passed in ((WAITING, 0.0), (THERE, 0.5), (THERE, 0.6), (THERE, 2.0)):
@@ -112,7 +112,7 @@ def test_all_ranks_change_over_before_the_same_step() -> None:
     answers = iter([WAITING, THERE])
     wire.group.all_reduce_min = lambda _: next(answers)
     with pytest.raises(RuntimeError, match="rank 0 is gone"):
-        follow(other, wire)
+        follow(other, wire, other.changeover)
     assert other.steps == first.steps
 
 
@@ -120,7 +120,7 @@ def test_an_idle_group_changes_over_too() -> None:
     selection.select(numba=False)
     rank: Any = Rank(THERE)
     wire: Any = Wire(THERE)
-    GroupExecutor(rank, wire).beat()
+    GroupExecutor(rank, wire, rank.changeover).beat()
     assert selection.is_numba()
     assert wire.told[-1] == b"", "the others hear that nothing is to be done"
 
@@ -131,7 +131,7 @@ def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: p
     monkeypatch.setattr(changeover, "_log", SimpleNamespace(warning=lambda text, **_: said.append(text)))
     rank: Any = Rank(THERE)
     wire: Any = Wire(FAILED)
-    executor = GroupExecutor(rank, wire)
+    executor = GroupExecutor(rank, wire, rank.changeover)
     for _ in range(3):
         executor.launch(NOTHING)
     assert rank.steps == [False] * 3

@@ -44,7 +44,7 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.capture_watch import WaitWatch
 from llm_service.worker.draft_loader import load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.draft_model import DraftModel
-from llm_service.worker.graphs import CaptureBounds, GraphKind, GraphRunner
+from llm_service.worker.graphs import CaptureBounds, GraphKind
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
@@ -101,25 +101,30 @@ BOUNDS = CaptureBounds(6, 64, 512, 1, drafts=3, draft_rows=16)
 
 
 def made_runner(
-    decoder: Decoder | HfDecoder, memory: SharedBuffer, levels: int, *, kept: CacheDtype = CacheDtype.AUTO
+    decoder: Decoder | HfDecoder,
+    memory: SharedBuffer,
+    levels: int,
+    *,
+    kept: CacheDtype = CacheDtype.AUTO,
+    adapters: RankAdapters | None = None,
 ) -> ModelRunner:
     attention: Any = decoder.backend if isinstance(decoder, HfDecoder) else "triton"
     caches = Caches(
         decoder.mixers(), 64, 16, torch.bfloat16, GPU, attention=attention, state_slots=6, kv_cache_dtype=kept
     )
     arena = RowArena(memory.view, levels, decoder.hidden_size, torch.bfloat16)
-    runner = ModelRunner(decoder, arena, caches)
+    runner = ModelRunner(decoder, arena, caches, adapters=adapters)
     runner._draw = gpu_sampler.draw
     assert not runner.not_capturable()
     return runner
 
 
-def check_capture(runner: ModelRunner, bounds: CaptureBounds, adapters: RankAdapters | None = None) -> None:
+def check_capture(runner: ModelRunner, bounds: CaptureBounds) -> None:
     """Nothing of what is captured comes from the host or goes there."""
-    capture, given = Recording(), (runner._decoder, runner.caches, bounds)
-    runner.adapters = adapters
-    runner.graphs = GraphRunner(*given, capture, max_bytes=1, agree=lambda number: number, adapters=adapters)
+    capture = Recording()
+    runner.capture(bounds, capture, max_bytes=1, agree=lambda number: number)
     assert capture.on_host == []
+    assert runner.graphs is not None
     assert runner.graphs.sizes[GraphKind.DECODE] == [1, 2, 4, 6]
 
 
@@ -213,8 +218,8 @@ def test_adapters_are_followed_in_graphs(checkpoints: Callable[..., Path], rows_
             decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
         with mock.patch("llm_service.layers.adapters.runs_of", lambda places: [(0, len(places))]):  # waits, once
             adapters = RankAdapters(decoder, 2, 8)
-        runner = made_runner(decoder, rows_memory, 1)
-        check_capture(runner, BOUNDS, adapters)
+        runner = made_runner(decoder, rows_memory, 1, adapters=adapters)
+        check_capture(runner, BOUNDS)
         check_steps(runner, [Draw(at=0), Draw(at=1)], [1, -1])
         assert {"shrink_kernel", "expand_kernel"} <= set(launched)
         check_filling(runner, adapters)

@@ -43,8 +43,8 @@ def test_a_rank_s_kernels_start_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     monkeypatch.setattr(load, "_load", lambda *_: list(asked))
-    assert load.load_runner(SETTINGS, SECOND, ALONE, -1) == [SECOND], "before anything is loaded"
-    load.load_runner(SETTINGS, torch.device("cpu"), ALONE, -1)
+    assert load.load_rank(SETTINGS, SECOND, ALONE, -1) == [SECOND], "before anything is loaded"
+    load.load_rank(SETTINGS, torch.device("cpu"), ALONE, -1)
     assert asked == [SECOND]
 
 
@@ -56,7 +56,7 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(load, "_load", load_too_much)
     with pytest.raises(CheckpointError) as caught:
-        load.load_runner(SETTINGS, SECOND, ALONE, -1)
+        load.load_rank(SETTINGS, SECOND, ALONE, -1)
     assert str(caught.value) == "the GPU's memory is too small: CUDA out of memory. Tried to allocate 9 GiB."
 
 
@@ -86,11 +86,11 @@ def test_a_model_without_a_family_whose_text_our_decoder_computes_has_what_a_fam
     asked = {"weight_dtype": "int8", "max_loras": 1, "max_lora_rank": 4, "lora_dir": str(root), "base_names": ()}
     settings = msgspec.structs.replace(SETTINGS, hf=found, kv_cache_bytes=8 << 20, **given, **sizes, **asked)
     memory = SharedBuffer.create("test-rows", 1 << 20)
-    runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
-    assert runner.weights.bits == 8
+    rank = load.load_rank(settings, torch.device("cpu"), ALONE, memory.fd)
+    assert rank.weights.bits == 8
     reader = load.adapter_reader(settings)
     assert reader is not None
-    runner.adapt(Install(1, reader("one")))
+    rank.runner.adapt(Install(1, reader("one")))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PaliGemma's processor
@@ -122,8 +122,8 @@ def test_steps_have_room_for_what_is_computed_at_once_unless_their_size_was_aske
     found = describe(folder)
     settings = msgspec.structs.replace(SETTINGS, hf=found, threads=1, **{**given, **sizes, **asked})
     memory = SharedBuffer.create("test-rows", 1 << 20)
-    runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
-    assert runner.max_step_tokens == tokens == max(seen)
+    rank = load.load_rank(settings, torch.device("cpu"), ALONE, memory.fd)
+    assert rank.max_step_tokens == tokens == max(seen)
 
 
 def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
@@ -146,7 +146,7 @@ def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}
     settings = msgspec.structs.replace(SETTINGS, **given, **sizes, kv_memory_share=0.5, threads=1)
     memory = SharedBuffer.create("test-rows", 1 << 20)
-    runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
+    runner = load.load_rank(settings, torch.device("cpu"), ALONE, memory.fd).runner
     assert seen == [(1, 1), (64, 8), "measured"]  # one token first, for the kernels of few rows
     (kind,) = runner.caches.paged.values()
     assert runner.caches.blocks == (25 << 20) // (kind.shape.block_bytes(torch.float32)) < 8 * 4096 // 16
@@ -159,7 +159,8 @@ def test_a_cache_in_8_bits_holds_more_blocks(checkpoints: Callable[..., Path]) -
     for kept in CacheDtype:
         asked = {**given, **sizes, "kv_cache_bytes": 1 << 20, "threads": 1, "kv_cache_dtype": kept}
         memory = SharedBuffer.create("test-rows", 1 << 20)
-        runner = load.load_runner(msgspec.structs.replace(SETTINGS, **asked), torch.device("cpu"), ALONE, memory.fd)
+        settings = msgspec.structs.replace(SETTINGS, **asked)
+        runner = load.load_rank(settings, torch.device("cpu"), ALONE, memory.fd).runner
         (kind,) = runner.caches.paged.values()
         assert kind.cache.nbytes // (runner.caches.blocks + 1) == kind.shape.block_bytes(torch.float32)
         found.append((runner.caches.blocks, kind.shape.head_dim))
@@ -175,7 +176,7 @@ def test_the_host_keeps_blocks_where_it_is_told_to(checkpoints: Callable[..., Pa
     for bytes_ in (0, 3 << 20):
         memory = SharedBuffer.create("test-rows", 1 << 20)
         told = msgspec.structs.replace(SETTINGS, **asked, kv_host_bytes=bytes_)
-        runner = load.load_runner(told, torch.device("cpu"), ALONE, memory.fd)
+        runner = load.load_rank(told, torch.device("cpu"), ALONE, memory.fd).runner
         (kind,) = runner.caches.paged.values()
         kept = runner.host_cache.count if runner.host_cache is not None else 0
         assert kept == bytes_ // kind.shape.block_bytes(torch.float32)
@@ -218,21 +219,21 @@ def test_a_rank_divides_the_cores_while_it_computes_and_looks_before_each_layer(
     given = {"model": str(checkpoints("qwen3_vl")), "device": "cpu", "dtype": "float32", "attention": "auto"}
     settings = msgspec.structs.replace(SETTINGS, **given, **sizes, kv_cache_bytes=1 << 20, threads=1, core_share=True)
     memory, other = SharedBuffer.create("test-rows", 1 << 20), CoreShare(name, 2, int)
-    runner = load.load_runner(settings, torch.device("cpu"), ALONE, memory.fd)
-    assert runner.share is not None
+    runner = load.load_rank(settings, torch.device("cpu"), ALONE, memory.fd).runner
+    assert runner.core_share is not None
     used.clear()
     plan = prompt(1, settings.block_size)[0]
     with other.computing():
         looks.clear()
         runner.run(plan)
         assert used == [1]
-        assert looks.count(runner.share) == 1 + TextConfig.of(Checkpoint(checkpoints("qwen3_vl")).config).layers
+        assert looks.count(runner.core_share) == 1 + TextConfig.of(Checkpoint(checkpoints("qwen3_vl")).config).layers
     runner.run(plan)
     assert used == [1, 2]
     with other.computing():
         assert other._used == 2, "between steps it holds no claim"
     other.close()
-    runner.share.close()
+    runner.core_share.close()
 
 
 def test_attention_whose_launches_depend_on_lengths_is_not_captured(checkpoints: Callable[..., Path]) -> None:

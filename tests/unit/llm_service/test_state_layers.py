@@ -96,7 +96,7 @@ def runner(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(load, "load_decoder", with_state)
     monkeypatch.setattr(Gauge, "free", lambda _: FREE)
-    made = load.load_runner(settings(checkpoints("qwen3_vl")), torch.device("cpu"), ALONE, memory().fd)
+    made = load.load_rank(settings(checkpoints("qwen3_vl")), torch.device("cpu"), ALONE, memory().fd).runner
     fill_states(made, torch.nan)
     return made
 
@@ -231,7 +231,7 @@ def test_slots_and_blocks_share_one_budget(runner: ModelRunner) -> None:
 
 def test_a_model_without_states_has_no_slots(checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gauge, "free", lambda _: FREE)
-    plain = load.load_runner(settings(checkpoints("qwen3_vl")), torch.device("cpu"), ALONE, memory().fd)
+    plain = load.load_rank(settings(checkpoints("qwen3_vl")), torch.device("cpu"), ALONE, memory().fd).runner
     assert plain.caches.state_slots == 0
     assert not any(isinstance(cache, StateCache) for cache in plain.caches.layers)
 
