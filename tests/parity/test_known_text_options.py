@@ -161,6 +161,26 @@ def test_weights_in_int8_are_rounded_and_say_nearly_the_same(served: Served, pro
     assert all(outcome.ended for outcome in engine.run(prompts, GREEDY))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["ernie4_5_vl_moe", "llama4", "muse_spark", "nemotron_h_omni"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+def test_logits_of_ranks_with_whole_experts_are_those_of_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each kind of layers with experts."""
+    monkeypatch.setattr(selection, "allows_panels", lambda: False)  # whose kernels take one thread's calls at a time
+    checkpoint = Checkpoint(make(kind, tmp_path))
+    text = known_text(checkpoint, describe(tmp_path))
+    assert text is not None
+
+    def logits(group: TensorGroup) -> Tensor:
+        return drawn_logits(load_decoder(checkpoint, torch.float32, CPU, group, text=text), kind)
+
+    expected = logits(ALONE)
+    for found in on_ranks(2, logits, expert_parallel=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "kind",
     ["internvl", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gemma3", "glm4v")), *_SOAKED, *_FEWER],
