@@ -12,20 +12,21 @@ import msgspec
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`count` tokens of one sequence, after `context` tokens that are in the KV cache.
-
-    They are the next `count` tokens of the flattened batch; the sequence's block table is row `row` of all tables, and
-    long enough for context + count tokens. `decodes`: they are an answer's, its last one with drafts behind it for
-    example, and what attends gives each the bits that it has alone. `answers`: so many of them, the last ones, are an
-    answer's, which may be computed anew at once; `answered`: so many tokens the answer has with them.
-    """
+    """The next tokens of the flattened batch, which are of one sequence."""
 
     context: int
+    """Tokens of the sequence before these, whose KV is in the cache."""
     count: int
+    """Tokens of the chunk."""
     row: int
+    """The sequence's row of all block tables, which is long enough for context + count tokens."""
     decodes: bool = False
+    """They are an answer's, its last one with drafts behind it for example: what attends gives each the bits that it
+    has alone."""
     answers: int = 0
+    """How many of them, the last ones, are an answer's, which may be computed anew at once."""
     answered: int = 0
+    """How many tokens the answer has with them."""
 
 
 class Appended(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -46,16 +47,8 @@ class RowSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
-    """How to choose one token from the logits at place `at` of the flattened batch.
-
-    `uniform` in [0, 1) decides the draw; the scheduler makes it, so that every rank, and a repeated run with the same
-    seed, choose alike. Tokens in `banned` cannot be chosen. `prompt` are the distinct tokens of the prompt and `output`
-    all that were chosen so far, int32 as bytes, each given only where a penalty needs it. `logprobs`: how many of the
-    likeliest to report, -1 for none at all. `allowed`: where it is given, a token whose bit (little-endian) is not set
-    cannot be chosen; where `mask_follows`, it is handed over while the step is computed. `carried`: the token before is
-    not known yet, but the one that this draw of the plan before chose, and so is the last one of `output`; -1 where all
-    are known. `banned_behind`: where it is the first token of such a pair, the second cannot be chosen.
-    """
+    """How to choose one token from the logits at place `at` of the flattened batch. Fields without a description are
+    those of `SamplingParams`."""
 
     at: int
     temperature: float = 0.0
@@ -63,18 +56,28 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     top_k: int = 0
     min_p: float = 0.0
     uniform: float = 0.0
+    """In [0, 1), decides the draw: the scheduler makes it, so that every rank, and a repeated run with the same seed,
+    choose alike."""
     banned: tuple[int, ...] = ()
+    """Tokens that cannot be chosen."""
     logit_bias: dict[int, float] = {}
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     prompt: bytes = b""
+    """The prompt's distinct tokens, int32, where a penalty needs them."""
     output: bytes = b""
+    """All tokens chosen so far, int32, where a penalty needs them."""
     logprobs: int = -1
+    """How many of the likeliest tokens to report beside the chosen one; -1: not even that one's."""
     allowed: bytes = b""
+    """A bit for each token (little-endian): one whose bit is not set cannot be chosen. Empty: all can be."""
     carried: int = -1
+    """The draw of the plan before that chooses the token before this one, the last of `output`; -1: it is known."""
     banned_behind: tuple[tuple[int, int], ...] = ()
+    """Pairs of tokens: the second cannot be chosen where the first is the token that is carried over."""
     mask_follows: bool = False
+    """`allowed` is handed over while the step is computed."""
 
     def with_last(self, token: int) -> Draw:
         """The draw with the token before it put in."""
@@ -147,44 +150,51 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass over a flattened batch of n tokens.
-
-    `token_ids` is int32 [n] and `positions` int32 [3, n], as bytes; chunks lie one after the other. Their block tables
-    are known from the plans before; what they have become longer by is `appended`, before anything is computed. A plan
-    may be made while the one before it is still computed: `carried` then lists (place, draw), and the token at that
-    place is the one that this draw of the plan before chooses. Plans are computed one after the other, in the order
-    they were made. `slots`: for a model whose layers have states, where each chunk's sequence has its own; a chunk
-    without context begins a sequence, and reads nothing there. States are copied from slot to slot, (from, to) in
-    order, before the step (`restored`) and after it (`kept`). Those that a chunk passes are `passed`: (number of the
-    chunk, its tokens up to there, slot), at multiples of what such a layer computes at once. `filled`: (slot, number of
-    the adapter that is put into it) before the step; `adapters`: the slot of each chunk's, -1 for none, and nothing at
-    all where no chunk has one. `proposals`: one for each chunk, where a model proposes drafts; nothing is carried over
-    then. `greedy`: every draw is of the likeliest token, and of none is asked how likely it was, so that ranks find it
-    together. `whole`: [begin, end) of the batch, each the last tokens of a prompt, which see each other and what was
-    computed of it before. `pools` are for prompts whose embeddings are wanted. Before all of this, KV blocks are
-    `offloaded`, (block, place in the host's memory) in order, and then `loaded`, (place, block).
-    """
+    """One forward pass over a flattened batch of n tokens. Plans are computed one after the other, in the order they
+    were made; each may be made while the one before it is still computed."""
 
     token_ids: bytes
+    """int32 [n]."""
     positions: bytes
+    """int32 [3, n]: time, height and width, as mRoPE has them."""
     chunks: list[Chunk]
+    """One for each sequence, behind each other in the batch."""
     rows: list[RowSlice]
+    """Places whose embeddings are media's, by place."""
     draws: list[Draw]
+    """The tokens to choose, by place."""
     carried: list[tuple[int, int]] = []
+    """(place, draw): the token at that place is the one that this draw of the plan before chooses."""
     scores: list[Score] = []
+    """Prompts' tokens that are asked for with their log-probabilities."""
     slots: list[int] = []
+    """Each chunk's slot of states, for a model whose layers have any. Without context a chunk reads nothing there."""
     restored: list[tuple[int, int]] = []
+    """States that are copied before the step, in order: (from slot, to slot)."""
     kept: list[tuple[int, int]] = []
+    """States that are copied after it, likewise."""
     passed: list[tuple[int, int, int]] = []
+    """States to keep that a chunk passes: (number of the chunk, its tokens up to there, to slot), at multiples of what
+    such a layer computes at once."""
     appended: list[Appended] = []
+    """What block tables have become longer by since the plan before, ahead of anything that is computed."""
     filled: list[tuple[int, int]] = []
+    """Adapters that are put into slots before the step: (slot, number of the adapter)."""
     adapters: list[int] = []
+    """Each chunk's slot of an adapter, -1 for none; empty where no chunk has one."""
     proposals: list[Proposal] = []
+    """One for each chunk, where a model proposes drafts; nothing is carried over then."""
     greedy: bool = False
+    """Every draw is of the likeliest token, and none asks for log-probabilities: ranks find the tokens together."""
     whole: list[tuple[int, int]] = []
+    """[begin, end) of the batch, each the last tokens of a prompt, which see each other and what was computed of it
+    before."""
     pools: list[HiddenSum] = []
+    """What is asked of prompts whose embeddings are wanted."""
     offloaded: list[tuple[int, int]] = []
+    """KV blocks that are copied to the host first of all, in order: (block, place in the host's memory)."""
     loaded: list[tuple[int, int]] = []
+    """Then those that are copied from there: (place, block)."""
 
     @property
     def tokens(self) -> int:
@@ -205,20 +215,22 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """One token for each draw of the plan, in order, and its log-probabilities where they were asked for; and for each
-    score of the plan, one entry for each of its targets. `replayed`: a captured graph computed it. `began` and `ended`
-    are of `time.perf_counter`, which all processes of a host share. `proposed`: the drafts for each chunk, none where
-    it was not asked for any; an empty list where no model proposes them. `pooled`: for each pool of the plan, float32
-    [hidden] as bytes."""
+    """What came of a plan; times are of `time.perf_counter`, which all processes of a host share."""
 
     tokens: list[int]
+    """One for each draw."""
     logprobs: list[TokenLogprobs | None]
+    """One for each draw, None where none was asked for."""
     scores: list[list[TokenLogprobs]] = []
+    """For each score, one for each of its targets."""
     replayed: bool = False
+    """A captured graph computed it."""
     began: float = 0.0
     ended: float = 0.0
     proposed: list[list[int]] = []
+    """Drafts for each chunk; empty where no model proposes any."""
     pooled: list[bytes] = []
+    """For each pool, float32 [hidden]."""
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):

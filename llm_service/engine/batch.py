@@ -17,21 +17,23 @@ from llm_service.request import Pooling
 
 @dataclass(slots=True)
 class Step:
-    """A plan and whom it is for: (sequence, tokens computed); the sequences that get a token, in draw order, one with
-    drafts several times; those
-    whose prompt is scored, in the order of the scores, with the place of the first token scored; what it computes
-    of prompts: (sequence, place of the first token, tokens); those whose hidden states are pooled, in the order of the
-    pools, with how often they had been started; those that are embedded with it, since their prompts end; and whose
-    draws have masks that follow, or may leave no token, which depends on a token of the step before."""
+    """A plan and whom it is for."""
 
     plan: StepPlan
     work: list[tuple[Sequence, int]]
+    """(sequence, tokens computed), one for each chunk."""
     drawing: list[Sequence]
+    """Who gets the token of each draw; one with drafts is here several times."""
     scoring: list[tuple[Sequence, int]]
+    """Whose prompt each score is of, with the place of the first token scored."""
     prefill: list[tuple[Sequence, int, int]]
+    """What is computed of prompts: (sequence, place of the first token, tokens)."""
     pooling: list[tuple[Sequence, int]]
+    """Whose hidden states each pool is of, with how often it had been started."""
     embedded: list[Sequence]
+    """Those that end with it, since their prompts do."""
     unsettled: list[tuple[Sequence, Draw]]
+    """Draws that have masks that follow, or may leave no token, which depends on a token of the step before."""
 
 
 @dataclass(frozen=True, slots=True)

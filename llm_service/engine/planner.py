@@ -49,27 +49,34 @@ def _forced(sequence: Sequence) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one engine: sequences at once, tokens a step, tokens a sequence. With `keep_media_whole` a chunk does
-    not end inside a run of media rows that fits into a step beside all the decodes that there may be. By `chunk_rule`
-    none may, nor inside a prompt: one that does not fit is refused. With `forgets_answers` blocks of an answer are
-    found by nothing but this answer. A prompt whose rows are not all here goes on where at least `early_tokens` can be
-    computed; 0: not before they are. A step verifies up to `speculative_tokens`
-    drafts of a sequence, as long as it decodes no more than `draft_rows` tokens in all. A running answer's tokens come
-    at most `decode_slowdown` times as far apart as alone, while prompts are computed; 0: as far as that makes them.
-    Sequences of `max_loras` adapters run at once. `proposes`: a model proposes drafts for the step after each one."""
+    """Bounds of one engine."""
 
     max_running: int
+    """Sequences at once."""
     max_step_tokens: int
     max_context: int
+    """Tokens of a sequence, prompt and answer."""
     keep_media_whole: bool = False
+    """A chunk does not end inside a run of media rows that fits into a step beside all the decodes that there may
+    be."""
     early_tokens: int = 1
+    """A prompt whose rows are not all here goes on where at least so many tokens can be computed; 0: not before they
+    are."""
     chunk_rule: ChunkRule = ANYWHERE
+    """Where a prompt may be cut. One whose part that is computed at once does not fit into a step is refused."""
     forgets_answers: bool = False
+    """Blocks of an answer are found by nothing but this answer."""
     speculative_tokens: int = 0
+    """Drafts of a sequence that a step verifies."""
     draft_rows: int = 16
+    """Most tokens of a step's decodes together, where any of them has drafts."""
     decode_slowdown: float = 0.0
+    """How many times as far apart as alone a running answer's tokens come while prompts are computed; 0: as far as that
+    makes them."""
     max_loras: int = 0
+    """Adapters whose sequences run at once."""
     proposes: bool = False
+    """A model proposes drafts for the step after each one."""
 
     @property
     def max_media_tokens(self) -> int:
@@ -85,18 +92,19 @@ class Limits:
 
 @dataclass(slots=True)
 class Schedule:
-    """What a step is to compute: how many tokens of which sequence, and what happened on the way. `proposals`: how many
-    drafts are to be proposed then, and for whom. `displaced`
-    are sequences whose items have no place in the row arena, though the cache does not cover them. `closed`: nobody
-    else starts in this step, or, `closed_to_adapters`, nobody who has one."""
+    """What a step is to compute, and what happened on the way."""
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
     proposals: dict[Sequence, int] = field(default_factory=dict)
+    """How many drafts a model is to propose then, and for whom."""
     started: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     displaced: list[Sequence] = field(default_factory=list)
+    """Those whose items have no place in the row arena, though the cache does not cover them."""
     closed: bool = False
+    """Nobody else starts in this step."""
     closed_to_adapters: bool = False
+    """Nobody else who has an adapter does."""
 
 
 class Planner:

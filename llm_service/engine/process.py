@@ -36,35 +36,43 @@ _BEAT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What computes, and what it found out while it loaded: KV `blocks` of `block_bytes`, and `host_blocks` that the
-    host's memory has room for beside them, each `place_bytes` of a rank's where the front reads it as well, bytes
-    of a row, the ranks' devices, and the UUIDs of those whose memory every rank reads. `compiling` tells whether
-    kernels are still being compiled, `late_compiles` how many steps have had to wait for. `state_slots`: how many
-    sequences may have a state at once; 0 where no layer keeps any, with `snapshot_slots` beside them, and
-    `state_chunk`: at multiples of how many tokens a sequence may be cut so that the same bits come out.
-    `forgets_answers`: what is computed of an answer is nothing for a prompt that goes on behind it. `read_adapter`
-    is for any thread. `weights` are those of rank 0. `max_step_tokens`: of one step, where they are not as the
-    settings say. `waits`: how often steps of one token wait for a GPU where they should not."""
+    """What computes, and what it found out while it loaded."""
 
     executor: Executor
     blocks: int
+    """KV blocks."""
     row_bytes: int
+    """Of one embedding row in the arena."""
     devices: list[str]
+    """The ranks'."""
     reachable: list[str]
+    """UUIDs of the devices whose memory every rank reads."""
     block_bytes: int = 0
     compiling: Callable[[], bool] = lambda: False
+    """Whether kernels are still being compiled; for any thread."""
     late_compiles: Callable[[], int] = lambda: 0
+    """How many kernels steps have had to wait for; for any thread."""
     state_slots: int = 0
+    """How many sequences may have a state at once; 0 where no layer keeps any."""
     snapshot_slots: int = 0
+    """Slots for snapshots of states beside them."""
     state_chunk: int = 1
+    """At multiples of so many tokens a sequence may be cut so that the same bits come out."""
     chunk_rule: ChunkRule = ANYWHERE
     forgets_answers: bool = False
+    """What is computed of an answer is nothing for a prompt that goes on behind it."""
     read_adapter: ReadAdapter | None = None
+    """For any thread."""
     weights: Weights = field(default_factory=Weights)
+    """Those of rank 0."""
     max_step_tokens: int = 0
+    """0: as the settings say."""
     waits: int = 0
+    """How often steps of one token wait for a GPU where they should not."""
     host_blocks: int = 0
+    """Blocks that the host's memory has room for beside the KV blocks."""
     place_bytes: int = 0
+    """Of each of these in a rank's memory, where the front reads it as well; else 0."""
 
 
 Load = Callable[[EngineSettings, int], Loaded]

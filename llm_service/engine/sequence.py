@@ -45,75 +45,92 @@ class WaitReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceRules:
-    """What an engine has for all sequences: `eos` end an answer, and a step verifies `max_drafts` drafts of each at
-    most. `chunk_rule`: where prompts may be cut. `forgets_answers`: blocks with tokens of an answer hold something else
-    than they would in a prompt."""
+    """What an engine has for all sequences."""
 
     max_length: int
+    """Tokens, prompt and answer."""
     eos: tuple[int, ...]
+    """Tokens that end an answer."""
     max_drafts: int = 0
+    """Drafts of a sequence that a step verifies."""
     chunk_rule: ChunkRule = ANYWHERE
+    """Where prompts may be cut."""
     forgets_answers: bool = False
+    """Blocks with tokens of an answer hold something else than they would in a prompt."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens so far, how many of them have their KV computed, and the blocks that hold it.
-
-    A step counts as computed when it is planned, since steps run in the order in which they were planned. So the last
-    `num_placeholders` tokens may still be to come from steps under way; the last of them is draw number
-    `placeholder_draw` of its step. `drafts` are tokens that the step under way verifies: there is one placeholder for
-    each, and one behind them, and those behind the first wrong draft are never filled. `draft_masks` say what the
-    structure of the answer allows behind none, one, … of them. `proposed` are those that a model proposed with the last
-    step. It is `rolled_back` where layers have states and one of
-    its drafts was wrong: the next step computes what is known from before these drafts on. Only the methods change a
+    """Tokens so far, how many of them have their KV computed, and the blocks that hold it. Only the methods change a
     sequence, and of these none that answers a question, but for what it remembers.
 
-    `order` ranks sequences: a smaller one is served first. `max_length` is how long it may grow, `stop_ids` are the
-    tokens that end it, `turn_ends` those that stand at the end of a turn. The output's first `num_resumed_tokens` were
-    there when the sequence came. `adapter` is a number, 0 for none. `first_choice` is the one that computes the prompt
-    that they share. The prompt's first `num_scored_tokens` have been scored by steps up to the last one planned, or
-    need no score; its caller has taken the scores of the first `num_taken_scores`. `plain`: the likeliest token is
-    drawn, and nothing else asked. With a `pooling` the step that computes the end of its prompt
-    gives it no token, but ends it; a placeholder stands for that."""
+    A step counts as computed when it is planned, since steps run in the order in which they were planned. So the last
+    `num_placeholders` tokens may still be to come from steps under way. Where the step under way verifies drafts, there
+    is one placeholder for each of them and one behind, and those behind the first wrong draft are never filled.
+    """
 
     id: int
+    """Its request's."""
     choice: int
     prompt: Prompt
     tokens: array[int]
+    """int32: the prompt's, and those chosen behind it, with `PLACEHOLDER` for each that is not known."""
     identities: BlockIdentities
     sampling: SamplingParams
     seed: int
     adapter: int
+    """A number; 0 for none."""
     session: int
+    """A number; 0 for none."""
     order: Order
+    """A smaller one is served first."""
     max_length: int
+    """Tokens that it may have, the prompt's included."""
     stop_ids: tuple[int, ...]
+    """Tokens that end it."""
     turn_ends: tuple[int, ...]
+    """Tokens at the end of a turn."""
     matcher_future: Future[Matcher] | None = None
+    """The matcher of its grammar that is on its way."""
     matcher: Matcher | None = None
+    """Stands behind the tokens that are known."""
     first_choice: Sequence | None = None
+    """The one that computes the prompt that they share."""
     num_computed_tokens: int = 0
+    """Tokens whose KV is computed by steps up to the last one planned."""
     num_placeholders: int = 0
     placeholder_draw: int = 0
+    """Which draw of its step chooses the last placeholder."""
     running: bool = False
     num_resumed_tokens: int = 0
+    """Tokens of the output that were there when it came."""
     num_starts: int = 0
+    """How often it has started: once, and again after each preemption."""
     num_scored_tokens: int = 0
+    """Tokens of the prompt that have been scored by steps up to the last one planned, or need no score."""
     num_taken_scores: int = 0
+    """Tokens of the prompt whose scores its caller has taken."""
     finished: bool = False
     rolled_back: bool = False
+    """Layers have states and one of its drafts was wrong: the next step computes what is known from before them on."""
     table: BlockTable = field(default_factory=BlockTable)
     drafts: array[int] = field(default_factory=lambda: array("i"))
+    """int32: what the step under way verifies behind the last known token."""
     draft_masks: list[bytes] = field(default_factory=list)
+    """What its structure allows behind none, one, … of the drafts, as `Draw.allowed` has it."""
     proposed: array[int] = field(default_factory=lambda: array("i"))
+    """int32: what a model proposed with the last step."""
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
     plain: bool = False
+    """The likeliest token is drawn, and nothing else asked."""
     bad_words: BadWords | None = None
     pooling: Pooling | None = None
+    """The step that computes the end of its prompt gives it no token, but ends it; a placeholder stands for that."""
     _pooled: np.ndarray | None = None
+    """float64 [hidden]: the sum of hidden states since it was started last."""
     _waits_for: WaitReason | None = None
     _branches: dict[int, Place] = field(default_factory=dict)
+    """Where, in tokens, states are kept for others, in ascending order."""
 
     @classmethod
     def of(cls, add: Add, rules: SequenceRules, *, arrival: int, seed: int) -> list[Sequence]:

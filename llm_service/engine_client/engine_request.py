@@ -19,34 +19,46 @@ Event = Started | Prefilled | Scored | Token | Complete | Pooled
 
 @dataclass(eq=False)
 class EngineRequest:
-    """`next` gives a request's events; `on_released` is called once, when no engine reads its rows any more,
-    `on_rows_read` when it has read them, `on_rows_needed` when one needs places for its items after all, or again,
-    `on_scores_taken` when its caller comes back
-    for more: he has the scores of the prompt's tokens before that one.
-
-    It may be handed to another engine after up to `max_handovers` engines that have ended under it: `deaths` counts
-    them. `held`: the engine that serves has it; `begun`: and has begun on it.
-    """
+    """`next` gives a request's events to its caller. It may be handed to another engine where the one that had it has
+    ended."""
 
     add: Add
+    """As the front first sent it; `message` is what the next engine is told."""
     on_released: Callable[[], None]
+    """Called once, when no engine reads its rows any more."""
     max_handovers: int = 0
+    """Ends of engines that it may be charged with and still go on; 0: it does not wait for another engine."""
     on_rows_read: Callable[[], None] | None = None
+    """Called when an engine has read the rows of all items."""
     on_rows_needed: Callable[[], None] | None = None
+    """Called when an engine needs places for its items after all, or again."""
     on_scores_taken: Callable[[EngineRequest, int], None] | None = None
+    """Called when its caller comes back for more: he has the scores of the prompt's tokens before that one."""
     deaths: int = 0
+    """Ends of engines that it is charged with."""
     held: bool = False
+    """The engine that serves has it."""
     begun: bool = False
+    """The engine that serves has begun on it."""
     waits_for_places: bool = False
+    """No engine gets it before all items have places."""
     timer: asyncio.TimerHandle | None = None
+    """Gives it up when it has waited for an engine for as long as it may."""
     _left: bool = False
     _started: bool = False
+    """Its caller has been given `Started`."""
     _scored: int = 0
+    """Tokens of the prompt whose scores engines have given."""
     _given: int = 0
+    """Of these, what its caller got with the last `next`; 0: no more than before."""
     _output: dict[int, array[int]] = field(default_factory=dict)
+    """int32, by choice."""
     _came: dict[int, deque[float]] = field(default_factory=dict)
+    """By choice, when steps had the tokens that `came` has not told of: `time.perf_counter`."""
     _finished: set[int] = field(default_factory=set)
+    """Choices."""
     _places: list[tuple[int, int]] = field(default_factory=list)
+    """Of each item: (offset in the row arena or NOWHERE, rows that have landed there)."""
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _error: TwinlensError | None = None
