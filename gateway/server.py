@@ -33,6 +33,7 @@ from gateway.api.responses import Responses
 from gateway.api.scores import Scores
 from gateway.api.tokenize import Tokenizer
 from gateway.api.transcriptions import Transcriptions
+from gateway.chat_answers import ChatAnswers
 from gateway.config import GatewayConfig
 from gateway.connection import Connection
 from gateway.embedding_calls import EmbeddingCalls
@@ -70,15 +71,16 @@ async def serve(config: GatewayConfig) -> None:
         config.max_handovers, config.handover_seconds, config.max_kept_bytes, config.longest_seconds
     )
     generations = Generations(services, limits, meters.handover, meters.used)
-    chat = Chat(services, generations)
+    chats = ChatAnswers(services, generations)
+    chat = Chat(services, chats)
     turns = PromptTurns(config.max_prompt_calls, lambda: config.max_batch_calls * max(1, len(services.usable)))
     each = (turns, config.max_prompts, config.max_body_bytes)
     completions = Completions(services, generations, *each)
     embedding_calls = EmbeddingCalls(services, config.request_seconds, meters.used)
     embeddings = Embeddings(services, embedding_calls, *each)
     scores = Scores(services, generations, embedding_calls, *each)
-    responses = Responses(services, generations)
-    messages = Messages(services, generations)
+    responses = Responses(services, chats)
+    messages = Messages(services, generations, chats)
     transcriptions = Transcriptions(generations)
     models = Models(services)
     tokenizer = Tokenizer(services)

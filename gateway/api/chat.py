@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,23 +15,13 @@ from starlette.responses import Response
 from common import tasks
 from gateway import measured
 from gateway.api.chat_request import ChatRequest, ChatStreamOptions
+from gateway.chat_answers import ChatAnswers, ChatEvent, ChoiceDelta, ChoiceEnd
 from gateway.convert import answers, conversation, field_names
-from gateway.generation import Generations
-from gateway.output_parser import (
-    ArgumentsDelta,
-    CallLeftOpen,
-    CallStart,
-    OutputParser,
-    Piece,
-    ReasoningDelta,
-    TextDelta,
-)
-from gateway.prompt_scores import PromptScores, collected
+from gateway.output_parser import ArgumentsDelta, CallLeftOpen, CallStart, Piece, ReasoningDelta, TextDelta
+from gateway.prompt_scores import PromptScores
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
-from gateway.tool_parsers.tool_format import ToolFormat
-from gateway.tools import functions_of, loose_form, tool_format
 from twinlens.v1 import llm_pb2
 
 
@@ -39,17 +29,25 @@ from twinlens.v1 import llm_pb2
 class _Choice:
     """What one choice has said so far; what it thinks is left out where that is not `shows_reasoning`."""
 
-    parser: OutputParser
-    shows_reasoning: bool = True
+    shows_reasoning: bool
     words: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    whole_calls: int = 0
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
 
-    def add(self, piece: Piece) -> dict[str, Any]:
-        """Takes more of it in; returns what a stream says of it, which may be nothing."""
+    def add(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+        """Takes more of it in; returns what a stream says of it."""
+        return list(filter(None, map(self._add, pieces)))
+
+    def end(self, ended: ChoiceEnd) -> list[dict[str, Any]]:
+        """Takes in what is left of it, likewise."""
+        self.finished, self.whole_calls = ended.finished, ended.calls
+        return self.add(ended.pieces)
+
+    def _add(self, piece: Piece) -> dict[str, Any]:
         match piece:
             case TextDelta(text):
                 self.words.append(text)
@@ -71,14 +69,10 @@ class _Choice:
             case CallLeftOpen():
                 return {}
 
-    def end(self) -> list[Piece]:
-        """What is left of it once it has `finished`."""
-        return self.parser.end(cut=self.finished.reason == llm_pb2.FINISH_REASON_LENGTH)
-
     def finish(self) -> dict[str, Any]:
         """Why it ended."""
         ended = answers.finish(self.finished)
-        if self.parser.calls and ended["finish_reason"] == "stop":
+        if self.whole_calls and ended["finish_reason"] == "stop":
             ended["finish_reason"] = "tool_calls"
         return ended
 
@@ -108,17 +102,10 @@ class _Asked:
     with_usage_so_far: bool
     with_timings: bool
     shows_reasoning: bool
-    tools: ToolFormat
-    functions: dict[str, dict[str, Any]]
-    single: bool
-    form: dict[str, bool]
-    streams: bool
 
-    def choice(self, started: llm_pb2.GenerateStarted) -> _Choice:
-        """One that has said nothing yet."""
-        parser = OutputParser(self.tools, self.functions, single=self.single, streams=self.streams, **self.form)
-        parser.begin(started)
-        return _Choice(parser, self.shows_reasoning)
+    def choices(self) -> list[_Choice]:
+        """Those that have said nothing yet."""
+        return [_Choice(self.shows_reasoning) for _ in range(self.n)]
 
     def beside(self, delta: llm_pb2.GenerateDelta) -> dict[str, Any]:
         """What a stream says of new tokens beside their text."""
@@ -149,9 +136,9 @@ class _Asked:
 class Chat:
     """Answers requests for chat completions."""
 
-    def __init__(self, services: LlmServices, generations: Generations) -> None:
+    def __init__(self, services: LlmServices, chats: ChatAnswers) -> None:
         self._services = services
-        self._generations = generations
+        self._chats = chats
 
     async def answer(self, request: Request) -> Response:
         """One request, streamed or whole."""
@@ -172,30 +159,19 @@ class Chat:
             with_usage_so_far=bool(options.include_usage and options.continuous_usage_stats),
             with_timings=bool(options.include_timings),
             shows_reasoning=body.include_reasoning is not False,
-            tools=tool_format(body, self._services.about(name)),
-            functions=functions_of(body),
-            single=body.parallel_tool_calls is False,
-            form=conversation.form_of_answer(message),
-            streams=bool(body.stream),
         )
-        otherwise = await context.made(loose_form, body)
-        generation = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)
-        events = field_names.named_by(field_names.names_of(body), generation)
-        if asked.prompt_scores is not None:
-            events = collected(events, asked.prompt_scores)
-        stream = body.stream
+        stream = bool(body.stream)
+        events = await self._chats.begin(
+            body, message, context, field_names.names_of(body), streams=stream, prompt_scores=asked.prompt_scores
+        )
         del message, body
         return EventStream(_chunks(events, asked)) if stream else json_answer(await _whole(events, asked))
 
 
-Events = AsyncGenerator[llm_pb2.GenerateResponse]
-
-
-async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
+async def _chunks(events: AsyncGenerator[ChatEvent], asked: _Asked) -> AsyncGenerator[bytes]:
     chunks = Chunks({**asked.head, "object": "chat.completion.chunk"})
     more: dict[str, Any] = {"usage": None} if asked.with_usage else {}
-    choices: list[_Choice] = []
-    tokens, still = 0, asked.n
+    choices, tokens, still = asked.choices(), 0, asked.n
     ending = b""  # of the choice that ends last: the end of the stream follows at once
     started, finished = llm_pb2.GenerateStarted(), llm_pb2.GenerateFinished()
 
@@ -207,31 +183,25 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
 
     async with aclosing(events) as each:
         async for said in each:
-            match said.WhichOneof("event"):
-                case "started":
-                    started = said.started
-                    choices = [asked.choice(started) for _ in range(asked.n)]
+            match said:
+                case llm_pb2.GenerateStarted():
+                    started = said
                     begin, prompt = {"role": "assistant", "content": ""}, await asked.prompt(started)
                     yield b"".join(chunk(index, begin, None if index else prompt) for index in range(asked.n))
-                case "delta":
-                    index, choice = said.delta.index, choices[said.delta.index]
-                    tokens += len(said.delta.token_ids)
-                    deltas = list(filter(None, map(choice.add, choice.parser.feed(said.delta.text))))
-                    beside = asked.beside(said.delta)
-                    for delta in deltas or ([{"content": ""}] if beside else []):
-                        yield chunk(index, delta, **beside)
+                case ChoiceDelta(pieces, new):
+                    tokens += len(new.token_ids)
+                    beside = asked.beside(new)
+                    for delta in choices[new.index].add(pieces) or ([{"content": ""}] if beside else []):
+                        yield chunk(new.index, delta, **beside)
                         beside = {}
-                case "finished":
-                    index, choice = said.finished.index, choices[said.finished.index]
-                    finished = choice.finished = said.finished
-                    rest = [chunk(index, delta) for delta in filter(None, map(choice.add, choice.end()))]
+                case ChoiceEnd(finished=finished):
+                    index, choice = finished.index, choices[finished.index]
+                    rest = [chunk(index, delta) for delta in choice.end(said)]
                     ending = b"".join((*rest, chunk(index, {}, **choice.finish())))
                     still -= 1
                     if still:
                         yield ending
                         ending = b""
-                case _:  # an event of a newer service
-                    continue
     last: dict[str, Any] = {}
     if asked.with_usage:
         last["usage"] = answers.usage([[choice.finished for choice in choices]])
@@ -240,28 +210,21 @@ async def _chunks(events: Events, asked: _Asked) -> AsyncGenerator[bytes]:
     yield Last(ending + (chunks.chunk({"choices": [], **last}) if last else b"") + DONE)
 
 
-async def _whole(events: Events, asked: _Asked) -> dict[str, Any]:
-    choices: list[_Choice] = []
+async def _whole(events: AsyncGenerator[ChatEvent], asked: _Asked) -> dict[str, Any]:
+    choices = asked.choices()
     prompt: dict[str, Any] = {}
     async with aclosing(events) as each:
         async for said in each:
-            match said.WhichOneof("event"):
-                case "started":
-                    choices = [asked.choice(said.started) for _ in range(asked.n)]
-                    prompt = await asked.prompt(said.started)
-                case "delta":
-                    choice = choices[said.delta.index]
-                    for piece in choice.parser.feed(said.delta.text):
-                        choice.add(piece)
-                    choice.logprobs += asked.logprobs(said.delta)
-                    choice.token_ids += said.delta.token_ids
-                case "finished":
-                    choice = choices[said.finished.index]
-                    choice.finished = said.finished
-                    for piece in choice.end():
-                        choice.add(piece)
-                case _:
-                    continue
+            match said:
+                case llm_pb2.GenerateStarted():
+                    prompt = await asked.prompt(said)
+                case ChoiceDelta(pieces, new):
+                    choice = choices[new.index]
+                    choice.add(pieces)
+                    choice.logprobs += asked.logprobs(new)
+                    choice.token_ids += new.token_ids
+                case ChoiceEnd():
+                    choices[said.finished.index].end(said)
     return {
         **asked.head,
         "object": "chat.completion",

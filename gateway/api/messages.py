@@ -13,13 +13,13 @@ from common.errors import Internal, InvalidInput, TwinlensError
 from gateway.api.messages_input import Places, as_chat
 from gateway.api.messages_output import Answer
 from gateway.api.messages_request import CountRequest, MessagesRequest
-from gateway.convert import conversation, field_names
+from gateway.chat_answers import ChatAnswers, ChatEvent
+from gateway.convert import conversation
 from gateway.generation import Generations
-from gateway.output_parser import OutputParser
 from gateway.request_context import RequestContext, context_of
 from gateway.services import LlmServices
 from gateway.stream import EventStream, Last, event, json_answer
-from gateway.tools import functions_of, loose_form, places_of, tool_format
+from gateway.tools import places_of
 from twinlens.v1 import llm_pb2
 
 _VERSIONS = ("2023-06-01", "2026-10-21")
@@ -29,8 +29,9 @@ _VERSIONS = ("2023-06-01", "2026-10-21")
 class Messages:
     """Answers requests for messages, and for what they would cost."""
 
-    def __init__(self, services: LlmServices, generations: Generations) -> None:
+    def __init__(self, services: LlmServices, generations: Generations, chats: ChatAnswers) -> None:
         self._services = services
+        self._chats = chats
         self._generations = generations
 
     async def answer(self, request: Request) -> Response:
@@ -42,24 +43,12 @@ class Messages:
             why = "an answer that goes on behind a message of the assistant has no thinking before it"
             raise InvalidInput(why, reason="BAD_FIELD", field="thinking")
         body, places = await context.made(as_chat, asked)
-        name = self._services.name(asked.model)
+        answer, stream = Answer(context.id, self._services.name(asked.model), asked.max_tokens), bool(asked.stream)
         try:
             message = await context.made(conversation.chat_request, body, context.id)
-            calls = tool_format(body, self._services.about(name))
+            generation = await self._chats.begin(body, message, context, places_of(body), streams=stream)
         except TwinlensError as error:
             raise places.named(error) from None
-        parser = OutputParser(
-            calls,
-            functions_of(body),
-            single=body.parallel_tool_calls is False,
-            streams=bool(asked.stream),
-            **conversation.form_of_answer(message),
-        )
-        answer = Answer(context.id, name, asked.max_tokens, parser)
-        otherwise = await context.made(loose_form, body)
-        made = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)
-        generation = field_names.named_by(places_of(body), made)
-        stream = asked.stream
         del message, body, asked
         told = _told(generation, answer, places)
         if stream:
@@ -107,21 +96,13 @@ def _check_version(request: Request) -> None:
 
 
 async def _told(
-    generation: AsyncGenerator[llm_pb2.GenerateResponse], answer: Answer, places: Places
+    generation: AsyncGenerator[ChatEvent], answer: Answer, places: Places
 ) -> AsyncGenerator[list[dict[str, Any]]]:
     """What a stream tells, in order: what belongs together as one."""
     try:
         async with aclosing(generation) as events:
             async for said in events:
-                match said.WhichOneof("event"):
-                    case "started":
-                        yield list(answer.start(said.started))
-                    case "delta":
-                        yield list(answer.add(answer.parser.feed(said.delta.text)))
-                    case "finished":
-                        yield list(answer.finish(said.finished))
-                    case _:  # an event of a newer service
-                        continue
+                yield list(answer.add(said))
     except TwinlensError as error:
         raise places.named(error) from None
 

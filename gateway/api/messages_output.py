@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pydantic_core import from_json
 
-from gateway.output_parser import (
-    ArgumentsDelta,
-    CallLeftOpen,
-    CallStart,
-    OutputParser,
-    Piece,
-    ReasoningDelta,
-    TextDelta,
-)
+from gateway.chat_answers import ChatEvent, ChoiceDelta, ChoiceEnd
+from gateway.output_parser import ArgumentsDelta, CallLeftOpen, CallStart, Piece, ReasoningDelta, TextDelta
 from twinlens.v1 import llm_pb2
 
 _SIGNATURE: Final = "unsigned"
@@ -52,23 +45,31 @@ class _Block:
 class Answer:
     """What has been said so far, as blocks of a message, and what a stream tells of it."""
 
-    def __init__(self, request_id: str, model: str, max_tokens: int, parser: OutputParser) -> None:
-        self.parser: Final = parser
+    def __init__(self, request_id: str, model: str, max_tokens: int) -> None:
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
         self._blocks: list[_Block] = []
         self._open = ""
+        self._calls = 0
         self._finished = llm_pb2.GenerateFinished()
 
-    def start(self, started: llm_pb2.GenerateStarted) -> Iterator[dict[str, Any]]:
+    def add(self, said: ChatEvent) -> Iterator[dict[str, Any]]:
+        """Takes more of it in; what a stream says of it."""
+        match said:
+            case llm_pb2.GenerateStarted():
+                yield self._start(said)
+            case ChoiceDelta(pieces):
+                yield from self._add(pieces)
+            case ChoiceEnd():
+                yield from self._finish(said)
+
+    def _start(self, started: llm_pb2.GenerateStarted) -> dict[str, Any]:
         """The prompt is laid out."""
-        self.parser.begin(started)
         usage = _usage(llm_pb2.Usage(prompt_tokens=started.prompt_tokens, cached_tokens=started.cached_tokens))
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield {"type": "message_start", "message": {**self._head, **empty}}
+        return {"type": "message_start", "message": {**self._head, **empty}}
 
-    def add(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
-        """Takes more of it in; what a stream says of it."""
+    def _add(self, pieces: Iterable[Piece]) -> Iterator[dict[str, Any]]:
         for piece in pieces:
             match piece:
                 case TextDelta(text):
@@ -82,12 +83,12 @@ class Answer:
                 case CallLeftOpen():
                     yield from self._leave()
 
-    def finish(self, finished: llm_pb2.GenerateFinished) -> Iterator[dict[str, Any]]:
+    def _finish(self, ended: ChoiceEnd) -> Iterator[dict[str, Any]]:
         """It is complete."""
-        yield from self.add(self.parser.end(cut=finished.reason == llm_pb2.FINISH_REASON_LENGTH))
+        yield from self._add(ended.pieces)
         yield from self._leave()
-        self._finished = finished
-        yield {"type": "message_delta", "delta": self._stop(), "usage": _usage(finished.usage)}
+        self._finished, self._calls = ended.finished, ended.calls
+        yield {"type": "message_delta", "delta": self._stop(), "usage": _usage(ended.finished.usage)}
         yield {"type": "message_stop"}
 
     def message(self) -> dict[str, Any]:
@@ -104,7 +105,7 @@ class Answer:
         elif finished.stop_text:
             reason = "stop_sequence"
         else:
-            reason = "tool_use" if self.parser.calls else "end_turn"  # not where one was begun and is none
+            reason = "tool_use" if self._calls else "end_turn"  # not where one was begun and is none
         return {"stop_reason": reason, "stop_sequence": finished.stop_text or None}
 
     def _say(self, kind: str, text: str) -> Iterator[dict[str, Any]]:

@@ -15,23 +15,20 @@ from gateway.api.chat_request import ChatRequest
 from gateway.api.responses_input import as_chat, of_input
 from gateway.api.responses_output import Output
 from gateway.api.responses_request import ResponsesRequest
+from gateway.chat_answers import ChatAnswers, ChatEvent
 from gateway.convert import conversation, field_names
 from gateway.errors import from_validation
-from gateway.generation import Generations
-from gateway.output_parser import OutputParser
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import EventStream, json_answer
-from gateway.tools import functions_of, loose_form, tool_format
-from twinlens.v1 import llm_pb2
 
 
 class Responses:
     """Answers requests for responses."""
 
-    def __init__(self, services: LlmServices, generations: Generations) -> None:
+    def __init__(self, services: LlmServices, chats: ChatAnswers) -> None:
         self._services = services
-        self._generations = generations
+        self._chats = chats
 
     async def answer(self, request: Request) -> Response:
         """One request, streamed or whole."""
@@ -39,24 +36,13 @@ class Responses:
         asked = await context.read(ResponsesRequest)
         places: list[int] = []
         body = await context.made(_chat, asked, places)
-        name = self._services.name(asked.model)
+        output, stream = Output(asked, context.id, self._services.name(asked.model)), bool(asked.stream)
         try:
             message = await context.made(conversation.chat_request, body, context.id)
-            calls = tool_format(body, self._services.about(name))
+            names = field_names.names_of(body)
+            generation = await self._chats.begin(body, message, context, names, streams=stream)
         except TwinlensError as error:
             raise of_input(error, places) from None
-        parser = OutputParser(
-            calls,
-            functions_of(body),
-            single=asked.parallel_tool_calls is False,
-            streams=bool(asked.stream),
-            **conversation.form_of_answer(message),
-        )
-        output = Output(asked, context.id, name, parser)
-        otherwise = await context.made(loose_form, body)
-        answer = self._generations.events(message, context, context.body_lease.release, otherwise=otherwise)
-        generation = field_names.named_by(field_names.names_of(body), answer)
-        stream = asked.stream
         del message, body, asked
         told = _told(generation, output, places)
         if stream:
@@ -76,25 +62,14 @@ def _chat(asked: ResponsesRequest, places: list[int]) -> ChatRequest:
 
 
 async def _told(
-    generation: AsyncGenerator[llm_pb2.GenerateResponse], output: Output, places: list[int]
+    generation: AsyncGenerator[ChatEvent], output: Output, places: list[int]
 ) -> AsyncGenerator[dict[str, Any]]:
     """What a stream tells, in order."""
     try:
         async with aclosing(generation) as events:
             async for said in events:
-                match said.WhichOneof("event"):
-                    case "started":
-                        output.parser.begin(said.started)
-                        yield {"type": "response.created", "response": output.response()}
-                        yield {"type": "response.in_progress", "response": output.response()}
-                    case "delta":
-                        for each in output.add(output.parser.feed(said.delta.text)):
-                            yield each
-                    case "finished":
-                        for each in output.finish(said.finished):
-                            yield each
-                    case _:  # an event of a newer service
-                        continue
+                for each in output.add(said):
+                    yield each
     except TwinlensError as error:
         raise of_input(error, places) from None
 

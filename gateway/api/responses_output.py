@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from common.errors import TwinlensError
 from gateway.api.fields import Model
 from gateway.api.responses_request import ResponsesRequest
+from gateway.chat_answers import ChatEvent, ChoiceDelta, ChoiceEnd
 from gateway.convert import answers
 from gateway.errors import code_of, param_in, status_of
-from gateway.output_parser import (
-    ArgumentsDelta,
-    CallLeftOpen,
-    CallStart,
-    OutputParser,
-    Piece,
-    ReasoningDelta,
-    TextDelta,
-)
+from gateway.output_parser import ArgumentsDelta, CallLeftOpen, CallStart, Piece, ReasoningDelta, TextDelta
 from gateway.stream import event
 from twinlens.v1 import llm_pb2
 
@@ -29,8 +22,7 @@ from twinlens.v1 import llm_pb2
 class Output:
     """What has been said so far, as the items of a response, and what a stream tells of it."""
 
-    def __init__(self, asked: ResponsesRequest, request_id: str, model: str, parser: OutputParser) -> None:
-        self.parser = parser
+    def __init__(self, asked: ResponsesRequest, request_id: str, model: str) -> None:
         self._items: list[dict[str, Any]] = []
         self._open = ""
         self._finished = llm_pb2.GenerateFinished()
@@ -83,8 +75,18 @@ class Output:
             "usage": usage if self._done else None,
         }
 
-    def add(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+    def add(self, said: ChatEvent) -> Iterator[dict[str, Any]]:
         """Takes more of it in; what a stream says of it."""
+        match said:
+            case llm_pb2.GenerateStarted():
+                yield {"type": "response.created", "response": self.response()}
+                yield {"type": "response.in_progress", "response": self.response()}
+            case ChoiceDelta(pieces):
+                yield from self._add(pieces)
+            case ChoiceEnd():
+                yield from self._finish(said)
+
+    def _add(self, pieces: Iterable[Piece]) -> Iterator[dict[str, Any]]:
         for piece in pieces:
             match piece:
                 case TextDelta(text):
@@ -103,11 +105,11 @@ class Output:
                 case CallLeftOpen():
                     yield from self._leave("incomplete")
 
-    def finish(self, finished: llm_pb2.GenerateFinished) -> Iterator[dict[str, Any]]:
+    def _finish(self, ended: ChoiceEnd) -> Iterator[dict[str, Any]]:
         """It is complete."""
-        cut = finished.reason == llm_pb2.FINISH_REASON_LENGTH
-        yield from self.add(self.parser.end(cut=cut))
-        self._finished = finished
+        cut = ended.finished.reason == llm_pb2.FINISH_REASON_LENGTH
+        yield from self._add(ended.pieces)
+        self._finished = ended.finished
         yield from self._leave("incomplete" if cut else "completed")
         self._done = True
         kind = "response.incomplete" if cut else "response.completed"

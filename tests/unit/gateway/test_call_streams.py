@@ -3,12 +3,15 @@ calls that were begun and are none, which are left open."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 
 import pytest
 
 from gateway.api import messages_output, responses_output
 from gateway.api.responses_request import ResponsesRequest
+from gateway.chat_answers import ChatEvent, taken_apart
 from gateway.output_parser import OutputParser
 from gateway.tool_parsers.arguments import parsed
 from gateway.tool_parsers.tool_format import ToolFormat
@@ -18,24 +21,27 @@ from twinlens import v1
 
 Said = list[tuple[str, str, str]]
 """Words, thoughts and calls in order: the kind, a function's name, and the text."""
-FINISHED = v1.GenerateFinished(reason=v1.FINISH_REASON_STOP)
 
 
-def parser(form: ToolFormat, *, streams: bool) -> OutputParser:
-    made = OutputParser(form, FUNCTIONS, streams=streams)
-    made.begin(v1.GenerateStarted())
-    return made
+def answer_of(text: str, form: ToolFormat, size: int, *, streams: bool) -> list[ChatEvent]:
+    """The events of an answer that comes in pieces of this size."""
 
+    async def events() -> AsyncGenerator[v1.GenerateResponse]:
+        yield v1.GenerateResponse(started=v1.GenerateStarted())
+        for begin in range(0, len(text), size):
+            yield v1.GenerateResponse(delta=v1.GenerateDelta(text=text[begin : begin + size]))
+        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
 
-def pieces(text: str, size: int) -> Iterator[str]:
-    return (text[begin : begin + size] for begin in range(0, len(text), size))
+    async def taken() -> list[ChatEvent]:
+        return [each async for each in taken_apart(events(), partial(OutputParser, form, FUNCTIONS, streams=streams))]
+
+    return asyncio.run(taken())
 
 
 def response(text: str, form: ToolFormat, size: int, *, streams: bool) -> tuple[Said, Said]:
     """What the events of a response tell, and what it is at its end."""
-    output = responses_output.Output(ResponsesRequest(input="x"), "id", "demo", parser(form, streams=streams))
-    events = [each for piece in pieces(text, size) for each in output.add(output.parser.feed(piece))]
-    events += output.finish(FINISHED)
+    output = responses_output.Output(ResponsesRequest(input="x"), "id", "demo")
+    events = [each for said in answer_of(text, form, size, streams=streams) for each in output.add(said)]
     told: dict[int, list[str]] = {}
     for each in events:
         if each["type"] == "response.output_item.added":
@@ -53,9 +59,8 @@ def response(text: str, form: ToolFormat, size: int, *, streams: bool) -> tuple[
 
 def message(text: str, form: ToolFormat, size: int, *, streams: bool) -> tuple[Said, Said]:
     """What the events of a message tell, and what its blocks are at its end."""
-    answer = messages_output.Answer("id", "demo", 99, parser(form, streams=streams))
-    events = [each for piece in pieces(text, size) for each in answer.add(answer.parser.feed(piece))]
-    events += answer.finish(FINISHED)
+    answer = messages_output.Answer("id", "demo", 99)
+    events = [each for said in answer_of(text, form, size, streams=streams) for each in answer.add(said)]
     told: list[list[str]] = []
     for each in events:
         if each["type"] == "content_block_start":

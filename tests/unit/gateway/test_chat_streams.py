@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from gateway.api import chat
+from gateway.chat_answers import ChatEvent, taken_apart
+from gateway.output_parser import OutputParser
 from gateway.tool_parsers.arguments import parsed
 from gateway.tool_parsers.tool_format import ToolFormat
 from tests.unit.gateway.test_output_parser import CASES
@@ -90,8 +92,12 @@ def as_put_together(whole: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [1, 7])
 def test_a_stream_says_what_the_whole_answer_says(form: ToolFormat, size: int) -> None:
     async def both() -> tuple[bytes, dict[str, Any]]:
-        stream = b"".join([part async for part in chat._chunks(events(texts, size), asked)])
-        return stream, await chat._whole(events(texts, size), replace(asked, streams=False))
+        stream = b"".join([part async for part in chat._chunks(answer(streams=True), asked)])
+        return stream, await chat._whole(answer(streams=False), asked)
+
+    def answer(*, streams: bool) -> AsyncGenerator[ChatEvent]:
+        parser = partial(OutputParser, form, FUNCTIONS, streams=streams)
+        return taken_apart(events(texts, size), parser, len(texts))
 
     texts = TEXTS[form]
     asked = chat._Asked(
@@ -106,11 +112,6 @@ def test_a_stream_says_what_the_whole_answer_says(form: ToolFormat, size: int) -
         with_usage_so_far=False,
         with_timings=False,
         shows_reasoning=True,
-        tools=form,
-        functions=FUNCTIONS,
-        single=False,
-        form={},
-        streams=True,
     )
     stream, whole = asyncio.run(both())
     assert put_together(stream, len(texts)) == as_put_together(whole)

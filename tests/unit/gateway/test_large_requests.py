@@ -18,6 +18,7 @@ from gateway.api.messages import Messages
 from gateway.api.responses import Responses
 from gateway.api.scores import Scores
 from gateway.api.tokenize import Tokenizer
+from gateway.chat_answers import ChatAnswers
 from gateway.convert import conversation, prompt_inputs
 from gateway.dialect import dialect_of
 from gateway.prompt_turns import PromptTurns
@@ -57,17 +58,18 @@ class Answering:
 
 
 MODEL: Any = Answering()
+CHATS = ChatAnswers(SERVICES, MODEL)
 EACH = (PromptTurns(4, lambda: 4), 4, 1 << 30)
 QUERY = {"query": "x", "documents": [{"content": "y"}]}
 SURFACES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat": (Chat(SERVICES, MODEL).answer, CHAT),
+    "chat": (Chat(SERVICES, CHATS).answer, CHAT),
     "completions": (Completions(SERVICES, MODEL, *EACH).answer, {"prompt": "x"}),
     "embeddings": (Embeddings(SERVICES, MODEL, *EACH).answer, CHAT),
     "scores": (Scores(SERVICES, MODEL, MODEL, *EACH).rerank, QUERY),
     "reranker": (Scores(services(reranks=True), MODEL, MODEL, *EACH).rerank, QUERY),
-    "messages": (Messages(SERVICES, MODEL).answer, {**CHAT, "max_tokens": 4}),
-    "tokens of messages": (Messages(SERVICES, MODEL).count, CHAT),
-    "responses": (Responses(SERVICES, MODEL).answer, {"input": "x"}),
+    "messages": (Messages(SERVICES, MODEL, CHATS).answer, {**CHAT, "max_tokens": 4}),
+    "tokens of messages": (Messages(SERVICES, MODEL, CHATS).count, CHAT),
+    "responses": (Responses(SERVICES, CHATS).answer, {"input": "x"}),
     "tokenize": (Tokenizer(SERVICES).tokenize, CHAT),
 }
 
