@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from time import monotonic
 
 _KEPT = 0.8
 """The share of a figure that remains after the next one: about ten batches are remembered."""
@@ -15,6 +16,8 @@ _LEARNT = 8
 """Batches before expectations count."""
 _REMEMBERED = 1024
 """Items that were there when a worker died."""
+_QUARANTINE = 60.0
+"""Seconds for which poison is refused, from the last death over it on."""
 
 
 @dataclass(slots=True)
@@ -75,15 +78,23 @@ class Pace:
         return min(max_seconds, max(patience, _HUNG * expected))
 
 
+@dataclass(slots=True)
+class _Suspect:
+    deaths: list[set[int]] = field(default_factory=list)
+    until: float = 0.0
+
+
 class Suspects:
-    """Items that were with a worker when it died: they run alone, and a second death makes one poison.
+    """Items that were with a worker when it died: they run alone, and a second death makes one poison for a minute. It
+    is tried again then, still alone: what ended the workers may have been something else.
 
     Of each death are kept, by content key, the parts of the item (by their first frame group) that were there and have
     not been computed since: an innocent neighbour is cleared by its next run, each part of a video by its own.
     """
 
-    def __init__(self) -> None:
-        self._deaths: OrderedDict[bytes, list[set[int]]] = OrderedDict()
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()
 
     def blame(self, parts: Iterable[tuple[bytes, int]]) -> None:
         """A worker died over these parts of items."""
@@ -91,21 +102,25 @@ class Suspects:
         for key, first_group in parts:
             there.setdefault(key, set()).add(first_group)
         for key, groups in there.items():
-            self._deaths.setdefault(key, []).append(groups)
-            self._deaths.move_to_end(key)
-        while len(self._deaths) > _REMEMBERED:  # the longest known are forgotten first
-            self._deaths.popitem(last=False)
+            suspect = self._suspects.setdefault(key, _Suspect())
+            suspect.deaths.append(groups)
+            suspect.until = self._clock() + _QUARANTINE
+            self._suspects.move_to_end(key)
+        while len(self._suspects) > _REMEMBERED:  # the longest known are forgotten first
+            self._suspects.popitem(last=False)
 
     def clear(self, key: bytes, groups: range) -> None:
         """These frame groups of an item were computed."""
-        left = [rest for death in self._deaths.pop(key, ()) if (rest := death.difference(groups))]
-        if left:
-            self._deaths[key] = left
+        if (suspect := self._suspects.get(key)) is not None:
+            suspect.deaths = [rest for death in suspect.deaths if (rest := death.difference(groups))]
+            if not suspect.deaths:
+                del self._suspects[key]
 
     def has(self, key: bytes) -> bool:
         """A worker died over this item, perhaps by chance."""
-        return key in self._deaths
+        return key in self._suspects
 
     def is_poison(self, key: bytes) -> bool:
-        """Workers died over this item more than once."""
-        return len(self._deaths.get(key, ())) > 1
+        """Workers died over this item more than once, the last one within a minute."""
+        suspect = self._suspects.get(key)
+        return suspect is not None and len(suspect.deaths) > 1 and suspect.until > self._clock()

@@ -32,7 +32,7 @@ class Dispatcher:
 
     A batch that takes longer than `seconds` ends its worker. So does one that takes 20 times what was expected of it,
     and at least `patience` seconds, unless it holds a unit that has cost a worker its life before: such a unit is
-    refused for good when it happens again, which a slow machine must not bring about. A worker runs `module` and is
+    refused for a minute when it happens again, which a slow machine must not bring about. A worker runs `module` and is
     ready within `start_seconds`, or is taken not to start. `stall` and `longest_pause` are as in `Workers`.
 
     `on_change` is called whenever the number of live workers changes, `on_batch` for each pass that was computed.
@@ -56,6 +56,7 @@ class Dispatcher:
         on_change: Callable[[int], None] = lambda _: None,
         on_batch: Callable[[BatchStats], None] = lambda _: None,
         pools: DevicePools | None = None,
+        suspects: Suspects | None = None,
         die: Callable[[], None] = end_process,
     ) -> None:
         self._budget = budget
@@ -81,7 +82,7 @@ class Dispatcher:
         )
         self._die = die
         self._waiting: list[Unit] = []
-        self._suspects = Suspects()
+        self._suspects = suspects or Suspects()
         self._pace = Pace()
         self._number = 0
         self._pumping = False

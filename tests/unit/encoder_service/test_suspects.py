@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import Internal, Unavailable
+from encoder_service.engine.batch_history import Suspects
 from encoder_service.worker.messages import BatchDone, BatchFailed
 from tests.unit.encoder_service.fakes import DONE, marks, submit, turns
 
@@ -44,6 +45,41 @@ async def test_what_was_there_at_two_deaths_is_poison(start):
     with pytest.raises(Internal, match="refused"):
         dispatcher.check(b"poison")
     dispatcher.check(b"harmless")
+
+
+async def test_poison_is_tried_again_a_minute_later_alone_and_cleared_where_it_was_innocent(start):
+    now = 0.0
+    dispatcher, children, _ = await start(suspects=Suspects(lambda: now))
+
+    async def dies() -> None:
+        unit = submit(dispatcher, b"popular")
+        await turns()
+        children[-1].kill()
+        await turns()
+        assert unit.done.exception()
+
+    await dies()
+    now = 30.0
+    await dies()
+    now = 89.0
+    with pytest.raises(Internal, match="refused"):
+        dispatcher.check(b"popular")
+    now = 90.0
+    await dies()
+    with pytest.raises(Internal, match="refused"):
+        dispatcher.check(b"popular")
+    now = 150.0
+    again, other = submit(dispatcher, b"popular", at=1), submit(dispatcher, b"other", at=2)
+    await turns()
+    assert marks(children[-1]) == [[1]]
+    for unit in (again, other):
+        children[-1].say(DONE)
+        await turns()
+        assert unit.done.result() is None
+    now = 151.0
+    dispatcher.check(b"popular")
+    await dies()
+    dispatcher.check(b"popular")
 
 
 async def test_a_video_that_ends_workers_is_poison_though_other_parts_of_it_are_computed(start):
