@@ -12,7 +12,7 @@ from gateway.api.chat_request import ChatRequest
 from gateway.convert import conversation, field_names
 from gateway.generation import Generations
 from gateway.output_parser import OutputParser, Piece
-from gateway.prompt_scores import PromptScores, collected
+from gateway.prompt_logprobs import CollectedLogprobs, collected
 from gateway.request_context import RequestContext
 from gateway.services import LlmServices
 from gateway.tools import functions_of, loose_form, tool_format
@@ -54,10 +54,10 @@ class ChatAnswers:
         names: Mapping[str, str],
         *,
         streams: bool,
-        prompt_scores: PromptScores | None = None,
+        prompt_logprobs: CollectedLogprobs | None = None,
     ) -> AsyncGenerator[ChatEvent]:
         """The events of the answer to a chat, which was made into this request; `streams`: calls are told before their
-        ends. What is wrong with a field is so with the one that the caller knows, by `names`. `prompt_scores`
+        ends. What is wrong with a field is so with the one that the caller knows, by `names`. `prompt_logprobs`
         are filled before the first event. Raises TwinlensError."""
         parser = partial(
             OutputParser,
@@ -70,8 +70,8 @@ class ChatAnswers:
         otherwise = await context.made(loose_form, body)
         asked = self._generations.events(request, context, context.body_lease.release, otherwise=otherwise)
         events = field_names.named_by(names, asked)
-        if prompt_scores is not None:
-            events = collected(events, prompt_scores)
+        if prompt_logprobs is not None:
+            events = collected(events, prompt_logprobs)
         return taken_apart(events, parser, body.n or 1)
 
 

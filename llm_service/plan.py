@@ -122,7 +122,7 @@ def with_masks(draws: list[Draw], masks: Masks) -> list[Draw]:
     return filled
 
 
-class Score(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PromptLogprobsAsked(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Asks how likely tokens of a prompt are: `targets`, int32 [m] as bytes, are those that follow the places from `at`
     on in the flattened batch; `top` of the likeliest are given beside each."""
 
@@ -165,8 +165,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """The tokens to choose, by place."""
     carried: list[tuple[int, int]] = []
     """(place, draw): the token at that place is the one that this draw of the plan before chooses."""
-    scores: list[Score] = []
-    """Prompts' tokens that are asked for with their log-probabilities."""
+    prompt_logprobs: list[PromptLogprobsAsked] = []
+    """Prompts' tokens whose log-probabilities are asked for."""
     slots: list[int] = []
     """Each chunk's slot of states, for a model whose layers have any. Without context a chunk reads nothing there."""
     restored: list[tuple[int, int]] = []
@@ -221,8 +221,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One for each draw."""
     logprobs: list[TokenLogprobs | None]
     """One for each draw, None where none was asked for."""
-    scores: list[list[TokenLogprobs]] = []
-    """For each score, one for each of its targets."""
+    prompt_logprobs: list[list[TokenLogprobs]] = []
+    """For each of the plan's, one for each of its targets."""
     replayed: bool = False
     """A captured graph computed it."""
     began: float = 0.0

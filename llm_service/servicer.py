@@ -23,7 +23,7 @@ from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.prompt_length import check_bytes, check_length
 from llm_service.engine_client.client import EngineClient
 from llm_service.generation.adapters import Adapters
-from llm_service.generation.events import Begun, Delta, Embedded, Ended, PromptScores
+from llm_service.generation.events import Begun, Delta, Embedded, Ended, PromptLogprobsDelta
 from llm_service.generation.generator import Generator
 from llm_service.model_config.served import Weights
 from llm_service.plan import TokenLogprobs
@@ -128,7 +128,7 @@ class LlmServicer(LlmServiceServicer):
                     case Begun():
                         begun = event
                         yield llm_pb2.GenerateResponse(started=_started(read, event, components.prompts.template))
-                    case PromptScores():
+                    case PromptLogprobsDelta():
                         yield llm_pb2.GenerateResponse(delta=_prompt_delta(event, components.prompts.texts))
                     case Delta():
                         yield llm_pb2.GenerateResponse(delta=_delta(event, components.prompts.texts))
@@ -429,7 +429,7 @@ def _delta(event: Delta, texts: TokenTexts) -> llm_pb2.GenerateDelta:
     )
 
 
-def _prompt_delta(event: PromptScores, texts: TokenTexts) -> llm_pb2.GenerateDelta:
+def _prompt_delta(event: PromptLogprobsDelta, texts: TokenTexts) -> llm_pb2.GenerateDelta:
     logprobs = _logprobs(event.tokens, event.logprobs, texts)
     prompt = llm_pb2.PromptLogprobs(first=event.first, token_ids=event.tokens, logprobs=logprobs)
     return llm_pb2.GenerateDelta(prompt=prompt)

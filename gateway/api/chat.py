@@ -18,7 +18,7 @@ from gateway.api.chat_request import ChatRequest, ChatStreamOptions
 from gateway.chat_answers import ChatAnswers, ChatEvent, ChoiceDelta, ChoiceEnd
 from gateway.convert import answers, conversation, field_names
 from gateway.output_parser import ArgumentsDelta, CallLeftOpen, CallStart, Piece, ReasoningDelta, TextDelta
-from gateway.prompt_scores import PromptScores
+from gateway.prompt_logprobs import CollectedLogprobs
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
@@ -93,11 +93,11 @@ class _Asked:
 
     head: dict[str, Any]
     n: int
-    scored: bool
+    with_logprobs: bool
     as_ids: bool
     with_ids: bool
     with_uuids: bool
-    prompt_scores: PromptScores | None
+    prompt_logprobs: CollectedLogprobs | None
     with_usage: bool
     with_usage_so_far: bool
     with_timings: bool
@@ -110,7 +110,7 @@ class _Asked:
     def beside(self, delta: llm_pb2.GenerateDelta) -> dict[str, Any]:
         """What a stream says of new tokens beside their text."""
         told: dict[str, Any] = {}
-        if delta.logprobs and self.scored:
+        if delta.logprobs and self.with_logprobs:
             told["logprobs"] = {"content": self.logprobs(delta)}
         if delta.token_ids and self.with_ids:
             told["token_ids"] = list(delta.token_ids)
@@ -128,8 +128,8 @@ class _Asked:
             told["prompt_token_ids"] = list(started.prompt_token_ids)
         if self.with_uuids:
             told["media_uuids"] = answers.media_uuids(started)
-        if self.prompt_scores is not None:
-            told["prompt_logprobs"] = await tasks.to_thread(self.prompt_scores.as_vllm)
+        if self.prompt_logprobs is not None:
+            told["prompt_logprobs"] = await tasks.to_thread(self.prompt_logprobs.as_vllm)
         return told
 
 
@@ -150,11 +150,11 @@ class Chat:
         asked = _Asked(
             head={"id": f"chatcmpl-{context.id}", "created": int(time.time()), "model": name},
             n=body.n or 1,
-            scored=bool(body.logprobs),
+            with_logprobs=bool(body.logprobs),
             as_ids=bool(body.return_tokens_as_token_ids),
             with_ids=bool(body.return_token_ids),
             with_uuids=bool(body.return_media_uuids),
-            prompt_scores=PromptScores() if body.prompt_logprobs is not None else None,
+            prompt_logprobs=CollectedLogprobs() if body.prompt_logprobs is not None else None,
             with_usage=bool(options.include_usage),
             with_usage_so_far=bool(options.include_usage and options.continuous_usage_stats),
             with_timings=bool(options.include_timings),
@@ -162,7 +162,7 @@ class Chat:
         )
         stream = bool(body.stream)
         events = await self._chats.begin(
-            body, message, context, field_names.names_of(body), streams=stream, prompt_scores=asked.prompt_scores
+            body, message, context, field_names.names_of(body), streams=stream, prompt_logprobs=asked.prompt_logprobs
         )
         del message, body
         return EventStream(_chunks(events, asked)) if stream else json_answer(await _whole(events, asked))
@@ -232,7 +232,7 @@ async def _whole(events: AsyncGenerator[ChatEvent], asked: _Asked) -> dict[str, 
             {
                 "index": index,
                 "message": choice.message(),
-                "logprobs": {"content": choice.logprobs, "refusal": None} if asked.scored else None,
+                "logprobs": {"content": choice.logprobs, "refusal": None} if asked.with_logprobs else None,
                 **choice.finish(),
                 **({"token_ids": choice.token_ids} if asked.with_ids else {}),
             }

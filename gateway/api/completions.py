@@ -18,7 +18,7 @@ from common.errors import InvalidInput
 from gateway.api.fields import VLLM_DEFAULTS, Int, Prompt, SamplingFields, StreamOptions
 from gateway.convert import answers, field_names, prompt_inputs, sampling_params
 from gateway.generation import Generations
-from gateway.prompt_scores import PromptScores, collected
+from gateway.prompt_logprobs import CollectedLogprobs, collected
 from gateway.prompt_turns import PromptTurns
 from gateway.request_context import context_of
 from gateway.services import LlmServices, Metadata
@@ -32,7 +32,7 @@ _MAX_TOKENS = 16
 Event = llm_pb2.GenerateResponse
 Numbered = tuple[int, Event]
 TextOf: TypeAlias = Callable[[Sequence[int]], Awaitable[str]]
-_Scored: TypeAlias = tuple[Sequence[llm_pb2.TokenLogprobs], Sequence[int]]
+_Logprobs: TypeAlias = tuple[Sequence[llm_pb2.TokenLogprobs], Sequence[int]]
 """How likely tokens were, and which."""
 
 
@@ -52,7 +52,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
-    def _one_number_for_the_scores_of_a_prompt(self) -> CompletionRequest:
+    def _one_number_for_the_logprobs_of_a_prompt(self) -> CompletionRequest:
         if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
             raise ValueError("with echo logprobs are the prompt's as well, and prompt_logprobs say another number")
         return self
@@ -69,7 +69,9 @@ class _Choice:
     begun: bool = False
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
 
-    def scores(self, given: Iterable[llm_pb2.TokenLogprobs], ids: Iterable[int] | None = None) -> dict[str, list[Any]]:
+    def told_logprobs(
+        self, given: Iterable[llm_pb2.TokenLogprobs], ids: Iterable[int] | None = None
+    ) -> dict[str, list[Any]]:
         """How likely new tokens were, as completions say it; with `ids` these stand for the tokens' texts."""
         given = list(given)
         offsets = [self.offsets.add(each.text_bytes or each.text.encode()) for each in given]
@@ -90,7 +92,7 @@ class _Prompt:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    scores: PromptScores = field(default_factory=PromptScores)
+    logprobs: CollectedLogprobs = field(default_factory=CollectedLogprobs)
     first: str = ""
 
     async def begin(self, started: llm_pb2.GenerateStarted, text_of: TextOf | None) -> None:
@@ -102,10 +104,10 @@ class _Prompt:
     def before(
         self, choice: _Choice, given: Iterable[llm_pb2.TokenLogprobs], ids: Iterable[int] | None
     ) -> dict[str, list[Any]]:
-        """The scores of the prompt's tokens and of a choice's first; before the first of them there is nothing."""
+        """How likely the prompt's tokens were and a choice's first; before the first of them there is nothing."""
         first = llm_pb2.TokenLogprobs(text=self.first)
         every = None if ids is None else [*self.token_ids, *ids]
-        told = choice.scores([first, *self.scores.in_order(), *given], every)
+        told = choice.told_logprobs([first, *self.logprobs.in_order(), *given], every)
         told["token_logprobs"][0] = told["top_logprobs"][0] = None
         return told
 
@@ -116,11 +118,11 @@ class _Asked:
 
     head: dict[str, Any]
     n: int
-    scored: bool
+    with_logprobs: bool
     as_ids: bool
     echo: bool
     with_ids: bool
-    prompt_scored: bool
+    prompt_logprobs: bool
     options: StreamOptions
     prompts: list[_Prompt]
 
@@ -129,35 +131,37 @@ class _Asked:
         return self.prompts[index // self.n]
 
     @property
-    def tells_scores(self) -> bool:
+    def tells_prompt_logprobs(self) -> bool:
         """Whether those of prompts are told, which may take long to write."""
-        return self.prompt_scored or self.repeats_scored
+        return self.prompt_logprobs or self.repeats_logprobs
 
     @property
-    def repeats_scored(self) -> bool:
+    def repeats_logprobs(self) -> bool:
         """Whether those of prompts stand before their choices'."""
-        return self.echo and self.scored
+        return self.echo and self.with_logprobs
 
-    def goes_on(self, choice: _Choice, text: str, given: _Scored | None) -> dict[str, Any]:
-        """More of a choice: a text, and its tokens' scores."""
-        scores = choice.scores(given[0], given[1] if self.as_ids else None) if self.scored and given else None
-        return {"text": text, "logprobs": scores}
+    def goes_on(self, choice: _Choice, text: str, given: _Logprobs | None) -> dict[str, Any]:
+        """More of a choice: a text, and how likely its tokens were."""
+        logprobs = (
+            choice.told_logprobs(given[0], given[1] if self.as_ids else None) if self.with_logprobs and given else None
+        )
+        return {"text": text, "logprobs": logprobs}
 
-    def begun(self, index: int, choice: _Choice, text: str, given: _Scored | None) -> dict[str, Any]:
+    def begun(self, index: int, choice: _Choice, text: str, given: _Logprobs | None) -> dict[str, Any]:
         """What a choice begins with: the same, behind its prompt."""
         prompt = self.prompt_of(index)
-        if self.repeats_scored:
-            scores, ids = given or ((), ())
+        if self.repeats_logprobs:
+            logprobs, ids = given or ((), ())
             told: dict[str, Any] = {
                 "text": prompt.text + text,
-                "logprobs": prompt.before(choice, scores, ids if self.as_ids else None),
+                "logprobs": prompt.before(choice, logprobs, ids if self.as_ids else None),
             }
         else:
             told = self.goes_on(choice, prompt.text + text, given)
         if self.with_ids:
             told["prompt_token_ids"] = prompt.token_ids
-        if self.prompt_scored:
-            told["prompt_logprobs"] = prompt.scores.as_vllm()
+        if self.prompt_logprobs:
+            told["prompt_logprobs"] = prompt.logprobs.as_vllm()
         return told
 
     def whole(self, index: int, choice: _Choice) -> dict[str, Any]:
@@ -223,18 +227,18 @@ class Completions:
         told = _Asked(
             head={"id": f"cmpl-{context.id}", "object": "text_completion", "created": int(time.time()), "model": model},
             n=asked.n or 1,
-            scored=asked.logprobs is not None,
+            with_logprobs=asked.logprobs is not None,
             as_ids=bool(asked.return_tokens_as_token_ids),
             echo=bool(asked.echo),
             with_ids=bool(asked.return_token_ids),
-            prompt_scored=asked.prompt_logprobs is not None,
+            prompt_logprobs=asked.prompt_logprobs is not None,
             options=asked.stream_options or StreamOptions(),
             prompts=[_Prompt(await _said(prompt, text_of) if asked.echo else "") for prompt in prompts],
         )
         if nothing_new:
             sources = [_nothing_new(source) for source in sources]
-        if told.tells_scores:
-            sources = [collected(*each) for each in zip(sources, (each.scores for each in told.prompts), strict=True)]
+        if told.tells_prompt_logprobs:
+            sources = [collected(*each) for each in zip(sources, (each.logprobs for each in told.prompts), strict=True)]
         events = self._turns.batch(context, len(prompts)).merged(sources)
         if asked.stream:
             return EventStream(_chunks(events, told, text_of))
@@ -274,7 +278,7 @@ async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: Text
     choices: dict[int, _Choice] = {}
     prompt, cached, tokens = 0, 0, 0
 
-    def chunk(index: int, text: str, given: _Scored | None = None, **rest: Any) -> bytes:
+    def chunk(index: int, text: str, given: _Logprobs | None = None, **rest: Any) -> bytes:
         choice = choices[index]
         if choice.begun:
             told = asked.goes_on(choice, text, given)
@@ -285,8 +289,8 @@ async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: Text
         return chunks.chunk({"choices": [{"index": index, "finish_reason": None, **told, **rest}], **more})
 
     async def written(index: int, *given: Any, **rest: Any) -> bytes:
-        """A chunk; one with a prompt's scores is made beside the event loop."""
-        if asked.tells_scores and not choices[index].begun:
+        """A chunk; one with a prompt's logprobs is made beside the event loop."""
+        if asked.tells_prompt_logprobs and not choices[index].begun:
             return await tasks.to_thread(chunk, index, *given, **rest)
         return chunk(index, *given, **rest)
 
@@ -295,7 +299,7 @@ async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: Text
             match said.WhichOneof("event"):
                 case "started":
                     prompt, cached = prompt + said.started.prompt_tokens, cached + said.started.cached_tokens
-                    await asked.prompts[number].begin(said.started, text_of if asked.repeats_scored else None)
+                    await asked.prompts[number].begin(said.started, text_of if asked.repeats_logprobs else None)
                 case "delta":
                     delta, index = said.delta, number * asked.n + said.delta.index
                     tokens += len(delta.token_ids)
@@ -319,7 +323,7 @@ async def _whole(events: AsyncGenerator[Numbered], asked: _Asked, text_of: TextO
         async for number, said in each:
             match said.WhichOneof("event"):
                 case "started":
-                    await asked.prompts[number].begin(said.started, text_of if asked.repeats_scored else None)
+                    await asked.prompts[number].begin(said.started, text_of if asked.repeats_logprobs else None)
                 case "delta":
                     choice = choices.setdefault(number * asked.n + said.delta.index, _Choice())
                     choice.text.append(said.delta.text)
@@ -329,7 +333,7 @@ async def _whole(events: AsyncGenerator[Numbered], asked: _Asked, text_of: TextO
                     choices.setdefault(number * asked.n + said.finished.index, _Choice()).finished = said.finished
                 case _:
                     continue
-    return await tasks.to_thread(_answer, asked, choices) if asked.tells_scores else _answer(asked, choices)
+    return await tasks.to_thread(_answer, asked, choices) if asked.tells_prompt_logprobs else _answer(asked, choices)
 
 
 def _answer(asked: _Asked, choices: dict[int, _Choice]) -> Response:

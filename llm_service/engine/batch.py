@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from llm_service.engine.sequence import Sequence
-from llm_service.plan import Appended, Chunk, Draw, HiddenSum, Proposal, RowSlice, Score, StepPlan
+from llm_service.plan import Appended, Chunk, Draw, HiddenSum, PromptLogprobsAsked, Proposal, RowSlice, StepPlan
 from llm_service.request import Pooling
 
 
@@ -24,8 +24,8 @@ class Step:
     """(sequence, tokens computed), one for each chunk."""
     drawing: list[Sequence]
     """Who gets the token of each draw; one with drafts is here several times."""
-    scoring: list[tuple[Sequence, int]]
-    """Whose prompt each score is of, with the place of the first token scored."""
+    prompt_logprobs: list[tuple[Sequence, int]]
+    """Whose prompt each of the plan's are of, with the place of the first token."""
     prefill: list[tuple[Sequence, int, int]]
     """What is computed of prompts: (sequence, place of the first token, tokens)."""
     pooling: list[tuple[Sequence, int]]
@@ -77,7 +77,7 @@ def build(
         plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.each)
     if proposals is not None:
         plan = structs.replace(plan, proposals=[_proposal(*each, proposals) for each in work.items()])
-    for_whom = batch.drawing, batch.scoring, batch.prefill, batch.pooling, batch.embedded, batch.unsettled
+    for_whom = batch.drawing, batch.prompt_logprobs, batch.prefill, batch.pooling, batch.embedded, batch.unsettled
     return Step(plan, list(work.items()), *for_whom)
 
 
@@ -93,10 +93,10 @@ class _Batch:
         self._whole: list[tuple[int, int]] = []
         self._draws: list[Draw] = []
         self._carried: list[tuple[int, int]] = []
-        self._scores: list[Score] = []
+        self._prompt_logprobs: list[PromptLogprobsAsked] = []
         self._pools: list[HiddenSum] = []
         self.drawing: list[Sequence] = []
-        self.scoring: list[tuple[Sequence, int]] = []
+        self.prompt_logprobs: list[tuple[Sequence, int]] = []
         self.prefill: list[tuple[Sequence, int, int]] = []
         self.pooling: list[tuple[Sequence, int]] = []
         self.embedded: list[Sequence] = []
@@ -118,9 +118,11 @@ class _Batch:
             self.prefill.append((sequence, begin, count))
         answered = max(0, end - sequence.prompt_tokens)
         self._chunks.append(Chunk(begin, count, sequence.table.row, decodes, min(count, answered), answered))
-        if sequence.num_scored_tokens < sequence.prompt_tokens and (asked := _score(sequence, count, at)):
-            self._scores.append(asked)
-            self.scoring.append((sequence, begin + asked.at - at + 1))
+        if sequence.num_tokens_with_logprobs < sequence.prompt_tokens and (
+            asked := _prompt_logprobs_of(sequence, count, at)
+        ):
+            self._prompt_logprobs.append(asked)
+            self.prompt_logprobs.append((sequence, begin + asked.at - at + 1))
         if sequence.pooling is not None:
             self._pool(sequence, sequence.pooling, begin, end, at)
         elif end == len(sequence.tokens) + len(sequence.drafts):
@@ -160,7 +162,7 @@ class _Batch:
             self._rows,
             self._draws,
             self._carried,
-            self._scores,
+            self._prompt_logprobs,
             appended=appended,
             whole=self._whole,
             pools=self._pools,
@@ -226,17 +228,19 @@ def _rows(sequence: Sequence, count: int, at: int, row_bytes: int) -> Iterator[R
                 yield RowSlice(at + low - begin, item.offset + row * row_bytes, high - low)
 
 
-def _score(sequence: Sequence, count: int, at: int) -> Score | None:
-    """Asks for the prompt's tokens that follow the next `count` pending ones, at places from `at` on, and have not
-    been scored.
+def _prompt_logprobs_of(sequence: Sequence, count: int, at: int) -> PromptLogprobsAsked | None:
+    """Asks for the prompt's tokens that follow the next `count` pending ones, at places from `at` on, and have no
+    logprobs yet.
 
-    With 8 tokens computed and 11 scored, a window of 6 asks for tokens 11 … 14 at places 2 … 5.
+    With 8 tokens computed and 11 with logprobs, a window of 6 asks for tokens 11 … 14 at places 2 … 5.
     """
     begin, last = sequence.num_computed_tokens, min(sequence.num_computed_tokens + count + 1, sequence.prompt_tokens)
-    first = max(begin + 1, sequence.num_scored_tokens)
+    first = max(begin + 1, sequence.num_tokens_with_logprobs)
     if first >= last or sequence.sampling.prompt_logprobs is None:
         return None
-    return Score(at + first - 1 - begin, sequence.tokens[first:last].tobytes(), sequence.sampling.prompt_logprobs)
+    return PromptLogprobsAsked(
+        at + first - 1 - begin, sequence.tokens[first:last].tobytes(), sequence.sampling.prompt_logprobs
+    )
 
 
 def _pool(pooling: Pooling, begin: int, end: int, prompt_tokens: int, at: int) -> HiddenSum | None:

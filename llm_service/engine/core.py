@@ -37,10 +37,10 @@ from llm_service.engine.messages import (
     LoadAdapter,
     Prefilled,
     Prefills,
+    PromptLogprobsTaken,
     Released,
     RowsPlaced,
     RowsRead,
-    ScoresTaken,
     ToEngine,
     Tokens,
 )
@@ -149,7 +149,7 @@ class EngineCore:
             self._steps.mask(masks)  # before anything else: the next step is computed meanwhile, and waits for them
         if step.prefill:
             self._link.send(Prefills([_prefilled(*part, result) for part in step.prefill]))
-        for news in (*output.scored, *output.pooled):
+        for news in (*output.prompt_logprobs, *output.pooled):
             self._link.send(news)
         self._report_blocks()
         if output.tokens:
@@ -194,8 +194,8 @@ class EngineCore:
                 self._scheduler.landed(id, item, rows)
             case RowsPlaced(id, places):
                 self._scheduler.placed(id, places)
-            case ScoresTaken(id, before):
-                self._scheduler.scores_taken(id, before)
+            case PromptLogprobsTaken(id, before):
+                self._scheduler.prompt_logprobs_taken(id, before)
             case Abort(id, choice):
                 self._scheduler.abort(id, choice)
             case EndSessions(sessions):

@@ -39,8 +39,8 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A new request. `token_ids` is int32 [n], `positions` int32 [3, n]; `deadline` is on the monotonic clock;
     `session` is the number of its session, 0 for none. Choices in `resume` go on behind what they have; at least one
-    is not finished. The prompt's first `scored` tokens have been scored already. `adapter` is the number of one that is
-    loaded, 0 for none, and `adapter_digest` its digest. Each sequence may have `longest` tokens, 0: as many as the
+    is not finished. The prompt's first `with_logprobs` tokens have theirs already. `adapter` is the number of one that
+    is loaded, 0 for none, and `adapter_digest` its digest. Each sequence may have `longest` tokens, 0: as many as the
     context. With a `pooling` the request ends when its prompt is computed, and is told that `Pooled` in place of
     tokens. `identities` are those of the prompt's first full blocks, one behind the other, as far as they have been
     worked out already."""
@@ -56,7 +56,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     deadline: float | None
     session: int = 0
     resume: list[Resumed] = []
-    scored: int = 0
+    with_logprobs: int = 0
     adapter: int = 0
     adapter_digest: bytes = b""
     longest: int = 0
@@ -79,8 +79,8 @@ class RowsPlaced(msgspec.Struct, frozen=True, tag=True):
     places: list[tuple[int, int]]
 
 
-class ScoresTaken(msgspec.Struct, frozen=True, tag=True):
-    """The caller has taken what was `Scored` of the request's prompt, up to the token before token `before`."""
+class PromptLogprobsTaken(msgspec.Struct, frozen=True, tag=True):
+    """The caller has taken what was `PromptLogprobs` of the request's prompt, up to the token before token `before`."""
 
     id: int
     before: int
@@ -164,7 +164,7 @@ ToEngine = (
     | Add
     | Landed
     | RowsPlaced
-    | ScoresTaken
+    | PromptLogprobsTaken
     | Abort
     | EndSessions
     | LoadAdapter
@@ -249,7 +249,7 @@ class Complete(msgspec.Struct, frozen=True, tag=True):
     ended: str
 
 
-class Scored(msgspec.Struct, frozen=True, tag=True):
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
     """How likely tokens of a request's prompt were, from token `first` on. All of them come before its first token."""
 
     id: int
@@ -427,7 +427,7 @@ FromEngine = (
     | RowsRead
     | RowsNeeded
     | Prefills
-    | Scored
+    | PromptLogprobs
     | Pooled
     | Tokens
     | Complete

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from llm_service.engine.messages import Complete, Failed, Pooled, RowsNeeded, Scored, Token
+from llm_service.engine.messages import Complete, Failed, Pooled, PromptLogprobs, RowsNeeded, Token
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What the result of a step says to callers, in the order in which they are told."""
 
-    scored: list[Scored] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     """Logprobs that have become known of prompts."""
     pooled: list[Pooled] = field(default_factory=list)
     """Requests that are embedded, and ended by that."""

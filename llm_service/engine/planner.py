@@ -84,9 +84,9 @@ class Limits:
         return self.max_step_tokens - self.max_running + 1
 
     @property
-    def max_waiting_scores(self) -> int:
-        """Scores of one prompt that may wait for its caller: twice what a step may give, so that one goes on while they
-        are taken."""
+    def max_waiting_prompt_logprobs(self) -> int:
+        """Logprobs of one prompt that may wait for its caller: twice what a step may give, so that one goes on while
+        they are taken."""
         return 2 * self.max_step_tokens
 
 
@@ -346,8 +346,8 @@ class Planner:
         return ready if 0 < self._limits.early_tokens <= ready else 0
 
     def _chunk(self, sequence: Sequence, begin: int, max_tokens: int) -> int:
-        scorable = sequence.num_scorable(begin, self._limits.max_waiting_scores)
-        most = count = min(self._ready(sequence, begin), max_tokens, max(0, scorable))
+        before_wait = sequence.num_before_logprobs_wait(begin, self._limits.max_waiting_prompt_logprobs)
+        most = count = min(self._ready(sequence, begin), max_tokens, max(0, before_wait))
         if self._blocks.state_slots:
             count = self._state_chunk(sequence, begin, count, max_tokens)
         if self._keep_media_whole and count:

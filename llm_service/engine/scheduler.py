@@ -16,7 +16,7 @@ from llm_service.engine.adapter_slots import AdapterSlots
 from llm_service.engine.batch import Slots, StateCopies, Step, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.finish import dead_end, finish_reason, never_at_once, never_whole, resumed_end
-from llm_service.engine.messages import Add, Complete, Failed, Pooled, Scored, Started, State, Token
+from llm_service.engine.messages import Add, Complete, Failed, Pooled, PromptLogprobs, Started, State, Token
 from llm_service.engine.notices import NoticeQueue, Notices, StepOutput
 from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
@@ -121,10 +121,10 @@ class Scheduler:
                 item.place(offset, rows)
             sequence.items_placed()
 
-    def scores_taken(self, id: int, before: int) -> None:
-        """A caller has taken the scores of its prompt's tokens before this one."""
+    def prompt_logprobs_taken(self, id: int, before: int) -> None:
+        """A caller has taken the logprobs of its prompt's tokens before this one."""
         for sequence in self._queues.requests.get(id, ()):
-            sequence.take_scores(before)
+            sequence.take_prompt_logprobs(before)
 
     def abort(self, id: int, choice: int = -1) -> None:
         """Ends a request, or one choice of it; unknown ones are skipped."""
@@ -268,9 +268,9 @@ class Scheduler:
         self.counters.graph_steps += result.replayed
         prompt_tokens = sum(count for _, _, count in step.prefill)
         self._pace.learn(len(step.work) - len(step.prefill), prompt_tokens, result.ended - result.began)
-        for (sequence, first), logprobs in zip(step.scoring, result.scores, strict=True):
+        for (sequence, first), logprobs in zip(step.prompt_logprobs, result.prompt_logprobs, strict=True):
             if not sequence.finished:
-                output.scored.append(Scored(sequence.id, first, logprobs))
+                output.prompt_logprobs.append(PromptLogprobs(sequence.id, first, logprobs))
         self._take_pooled(step, result, output.pooled)
         if result.proposed:
             for (sequence, _), proposed in zip(step.work, result.proposed, strict=True):

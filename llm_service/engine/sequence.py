@@ -34,7 +34,7 @@ class WaitReason(enum.Enum):
     GRAMMAR = enum.auto()
     """Its matcher has not been taken in: it is on its way, or has just come."""
     ROWS = enum.auto()
-    """The next media row has not landed; or its caller has not taken the scores of its prompt that there are."""
+    """The next media row has not landed; or its caller has not taken the logprobs of its prompt that there are."""
     PLACEMENT = enum.auto()
     """Its items have no places in the row arena."""
     SIBLING = enum.auto()
@@ -106,10 +106,10 @@ class Sequence:
     """Tokens of the output that were there when it came."""
     num_starts: int = 0
     """How often it has started: once, and again after each preemption."""
-    num_scored_tokens: int = 0
-    """Tokens of the prompt that have been scored by steps up to the last one planned, or need no score."""
-    num_taken_scores: int = 0
-    """Tokens of the prompt whose scores its caller has taken."""
+    num_tokens_with_logprobs: int = 0
+    """Tokens of the prompt that have theirs by steps up to the last one planned, or need none."""
+    num_logprobs_taken: int = 0
+    """Tokens of the prompt whose logprobs its caller has taken."""
     finished: bool = False
     rolled_back: bool = False
     """Layers have states and one of its drafts was wrong: the next step computes what is known from before them on."""
@@ -162,7 +162,7 @@ class Sequence:
         """One that comes with this output."""
         sampling, length = add.sampling, len(prompt.tokens)
         most = min(add.longest or rules.max_length, rules.max_length)
-        scores = choice == 0 and not output and sampling.prompt_logprobs is not None
+        asked = choice == 0 and not output and sampling.prompt_logprobs is not None
         return cls(
             id=add.id,
             choice=choice,
@@ -181,8 +181,8 @@ class Sequence:
             stop_ids=(*(() if sampling.ignore_eos else rules.eos), *sampling.stop_token_ids),
             turn_ends=rules.eos,
             num_resumed_tokens=len(output),
-            num_scored_tokens=max(1, add.scored) if scores else length,
-            num_taken_scores=add.scored,
+            num_tokens_with_logprobs=max(1, add.with_logprobs) if asked else length,
+            num_logprobs_taken=add.with_logprobs,
             plain=sampling == _plainest(sampling),
             bad_words=BadWords.of(sampling.bad_words),
             draft_length=DraftLength(rules.max_drafts),
@@ -251,11 +251,11 @@ class Sequence:
         """How many tokens from `begin` on can be computed now: those before the first media row that has not landed."""
         return max(0, self.prompt.computable_end(begin, len(self.tokens)) - begin)
 
-    def num_scorable(self, begin: int, most: int) -> int:
-        """How many tokens from `begin` on can be computed before `most` scores of the prompt wait for its caller."""
-        if self.num_scored_tokens >= self.prompt_tokens or begin < self.prompt.whole_end:
+    def num_before_logprobs_wait(self, begin: int, most: int) -> int:
+        """How many tokens from `begin` on can be computed before `most` logprobs of the prompt wait for its caller."""
+        if self.num_tokens_with_logprobs >= self.prompt_tokens or begin < self.prompt.whole_end:
             return len(self.tokens) - begin
-        end = self.num_taken_scores + most
+        end = self.num_logprobs_taken + most
         return (len(self.tokens) if end >= self.prompt_tokens else end - 1) - begin
 
     def find_branches(self, multiple: int, shared: int) -> None:
@@ -309,9 +309,9 @@ class Sequence:
         if self._waits_for is None:
             self._waits_for = WaitReason.ROWS
 
-    def take_scores(self, before: int) -> None:
-        """Its caller has taken the scores of the prompt's tokens before this one."""
-        self.num_taken_scores = max(self.num_taken_scores, before)
+    def take_prompt_logprobs(self, before: int) -> None:
+        """Its caller has taken the logprobs of the prompt's tokens before this one."""
+        self.num_logprobs_taken = max(self.num_logprobs_taken, before)
         self.rows_landed()  # it may have made way while it could only wait
 
     def wait_for_placement(self) -> None:
@@ -328,12 +328,15 @@ class Sequence:
         self._waits_for = None
 
     def advance(self, count: int) -> None:
-        """A step has been planned that computes the next `count` tokens, and scores what follows them in the prompt."""
+        """A step has been planned that computes the next `count` tokens, and logprobs of what follows them in the
+        prompt."""
         self.num_computed_tokens += count
         self.rolled_back = False
-        if self.num_scored_tokens < self.prompt_tokens:
+        if self.num_tokens_with_logprobs < self.prompt_tokens:
             computed = min(self.num_computed_tokens + 1, self.prompt_tokens)
-            self.num_scored_tokens = max(self.num_scored_tokens, computed)  # it may be behind, after a preemption
+            self.num_tokens_with_logprobs = max(
+                self.num_tokens_with_logprobs, computed
+            )  # it may be behind, after a preemption
 
     def add_pooled(self, values: bytes, start: int) -> None:
         """A step that was planned after it was started for the `start`-th time gives this sum of hidden states, float32
@@ -439,7 +442,9 @@ class Sequence:
     def block_identities(self, block_size: int) -> list[bytes]:
         """The identities of the blocks that need not be computed where they are cached: all full ones, up to the first
         token of which it is asked what comes after it. At the latest that is the last one."""
-        asked = len(self.tokens) if self.num_scored_tokens >= self.prompt_tokens else self.num_scored_tokens
+        asked = (
+            len(self.tokens) if self.num_tokens_with_logprobs >= self.prompt_tokens else self.num_tokens_with_logprobs
+        )
         if self.pooling is not None and self.pooling.of_all:
             asked = 1
         self._begin_like_first_choice(block_size)

@@ -35,14 +35,14 @@ from llm_service.engine.messages import (
     Pooled,
     Prefilled,
     Prefills,
+    PromptLogprobs,
+    PromptLogprobsTaken,
     PullEnded,
     Ready,
     Released,
     RowsNeeded,
     RowsPlaced,
     RowsRead,
-    Scored,
-    ScoresTaken,
     Started,
     State,
     Token,
@@ -179,7 +179,7 @@ class EngineClient:
         if add.adapter and not self._adapters.keeps(add.adapter):
             raise _adapter_lost()
         request = EngineRequest(add, on_released, max_handovers)
-        request.on_scores_taken = self._scores_taken
+        request.on_prompt_logprobs_taken = self._prompt_logprobs_taken
         self._handover.enter(request, serves=self.ready is not None)
         self._send_waiting()
         return request
@@ -211,10 +211,10 @@ class EngineClient:
             if request.over and not request.held:
                 self._let_go(id)
 
-    def _scores_taken(self, request: EngineRequest, before: int) -> None:
-        self._send_about(request, ScoresTaken(request.id, before))
+    def _prompt_logprobs_taken(self, request: EngineRequest, before: int) -> None:
+        self._send_about(request, PromptLogprobsTaken(request.id, before))
 
-    def _send_about(self, request: EngineRequest, message: Landed | RowsPlaced | ScoresTaken | Abort) -> None:
+    def _send_about(self, request: EngineRequest, message: Landed | RowsPlaced | PromptLogprobsTaken | Abort) -> None:
         if request.held and self._child is not None:
             self._child.send(message)
 
@@ -339,7 +339,7 @@ class EngineClient:
                 self._tell_each(tokens, at)
             case Prefills(chunks):
                 self._tell_each(chunks)
-            case Started(id) | Scored(id) | Pooled(id) | Complete(id):
+            case Started(id) | PromptLogprobs(id) | Pooled(id) | Complete(id):
                 self._tell(id, message)
             case Failed(id, code, reason, text, field):
                 if request := self._handover.get(id):

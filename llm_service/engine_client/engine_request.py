@@ -12,9 +12,19 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.errors import TwinlensError
-from llm_service.engine.messages import NOWHERE, Add, Complete, Pooled, Prefilled, Resumed, Scored, Started, Token
+from llm_service.engine.messages import (
+    NOWHERE,
+    Add,
+    Complete,
+    Pooled,
+    Prefilled,
+    PromptLogprobs,
+    Resumed,
+    Started,
+    Token,
+)
 
-Event = Started | Prefilled | Scored | Token | Complete | Pooled
+Event = Started | Prefilled | PromptLogprobs | Token | Complete | Pooled
 
 
 @dataclass(eq=False)
@@ -32,8 +42,8 @@ class EngineRequest:
     """Called when an engine has read the rows of all items."""
     on_rows_needed: Callable[[], None] | None = None
     """Called when an engine needs places for its items after all, or again."""
-    on_scores_taken: Callable[[EngineRequest, int], None] | None = None
-    """Called when its caller comes back for more: he has the scores of the prompt's tokens before that one."""
+    on_prompt_logprobs_taken: Callable[[EngineRequest, int], None] | None = None
+    """Called when its caller comes back for more: he has the logprobs of the prompt's tokens before that one."""
     deaths: int = 0
     """Ends of engines that it is charged with."""
     held: bool = False
@@ -47,8 +57,8 @@ class EngineRequest:
     _left: bool = False
     _started: bool = False
     """Its caller has been given `Started`."""
-    _scored: int = 0
-    """Tokens of the prompt whose scores engines have given."""
+    _with_logprobs: int = 0
+    """Tokens of the prompt whose logprobs engines have given."""
     _given: int = 0
     """Of these, what its caller got with the last `next`; 0: no more than before."""
     _output: dict[int, array[int]] = field(default_factory=dict)
@@ -86,8 +96,8 @@ class EngineRequest:
     async def next(self) -> list[Event]:
         """The events since the last call, at least one; raises the error that ended the request."""
         given, self._given = self._given, 0
-        if given and self.on_scores_taken is not None:
-            self.on_scores_taken(self, given)
+        if given and self.on_prompt_logprobs_taken is not None:
+            self.on_prompt_logprobs_taken(self, given)
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -95,8 +105,8 @@ class EngineRequest:
             await self._news.wait()
         events = list(self._events)
         self._events.clear()
-        if any(isinstance(event, Scored) for event in events):
-            self._given = self._scored
+        if any(isinstance(event, PromptLogprobs) for event in events):
+            self._given = self._with_logprobs
         return events
 
     def came(self, choice: int, count: int) -> list[float]:
@@ -118,8 +128,8 @@ class EngineRequest:
                 self._finished.add(choice)
             case Pooled():
                 self._finished.add(0)
-            case Scored(first=first, logprobs=logprobs):
-                self._scored = first + len(logprobs)
+            case PromptLogprobs(first=first, logprobs=logprobs):
+                self._with_logprobs = first + len(logprobs)
             case Started():
                 self.begun = True
                 if self._started:
@@ -188,4 +198,4 @@ class EngineRequest:
             msgspec.structs.replace(item, offset=offset, landed=landed)
             for item, (offset, landed) in zip(self.add.items, self._places, strict=True)
         ]
-        return msgspec.structs.replace(self.add, resume=resume, items=items, scored=self._scored)
+        return msgspec.structs.replace(self.add, resume=resume, items=items, with_logprobs=self._with_logprobs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from common.errors import InvalidInput
-from llm_service.engine.messages import Complete, Pooled, Prefilled, Resumed, Scored, Started, Token
+from llm_service.engine.messages import Complete, Pooled, Prefilled, PromptLogprobs, Resumed, Started, Token
 from llm_service.engine_client.engine_request import Event
 from llm_service.generation.events import Delta
 from llm_service.prompt.detokenizer import Detokenizer
@@ -97,15 +97,15 @@ class Choice:
 
 def together(
     events: Iterable[Event], most: int = _MOST
-) -> Iterator[Started | Prefilled | Scored | Pooled | Complete | list[Token]]:
+) -> Iterator[Started | Prefilled | PromptLogprobs | Pooled | Complete | list[Token]]:
     """The same events, with the tokens of each choice as lists of up to `most`: where its caller has not taken what
-    came before, one message has all that has come since. Likewise no more scores of a prompt's tokens stand together.
+    came before, one message has all that has come since. Likewise no more logprobs of a prompt's tokens stand together.
     What is no token comes first: it was said before the tokens, or is about another choice."""
     waiting: dict[int, list[Token]] = {}
     for event in events:
-        if isinstance(event, Scored):
+        if isinstance(event, PromptLogprobs):
             for begin in range(0, len(event.logprobs), most):
-                yield Scored(event.id, event.first + begin, event.logprobs[begin : begin + most])
+                yield PromptLogprobs(event.id, event.first + begin, event.logprobs[begin : begin + most])
             continue
         if not isinstance(event, Token):
             yield event

@@ -1,4 +1,4 @@
-"""What a generation tells its caller: Begun once, scores of the prompt, deltas, and Ended once for each choice; or
+"""What a generation tells its caller: Begun once, logprobs of the prompt, deltas, and Ended once for each choice; or
 Begun and Embedded."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
+class PromptLogprobsDelta:
     """How likely the prompt's tokens were, from token `first` on."""
 
     first: int
@@ -86,4 +86,4 @@ class Embedded:
     stages: dict[str, Stage]
 
 
-Event = Begun | Computed | PromptScores | Delta | Ended | Embedded
+Event = Begun | Computed | PromptLogprobsDelta | Delta | Ended | Embedded

@@ -26,8 +26,8 @@ from llm_service.engine.messages import (
     ItemRows,
     Pooled,
     Prefilled,
+    PromptLogprobs,
     Resumed,
-    Scored,
     Started,
     State,
 )
@@ -39,7 +39,7 @@ from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
 from llm_service.generation.constraints import Constraints
-from llm_service.generation.events import Begun, Computed, Embedded, Ended, Event, PromptScores
+from llm_service.generation.events import Begun, Computed, Embedded, Ended, Event, PromptLogprobsDelta
 from llm_service.generation.job import Job, aborted
 from llm_service.generation.media_rows import MediaRows, rows_of
 from llm_service.generation.prefixes import Prefixes
@@ -345,9 +345,9 @@ class Generator:
                     case Prefilled():
                         stages.prefilled(event)
                         yield Computed(event.first + event.count)
-                    case Scored():
+                    case PromptLogprobs():
                         end = event.first + len(event.logprobs)
-                        yield PromptScores(event.first, layout.ids[event.first : end], event.logprobs)
+                        yield PromptLogprobsDelta(event.first, layout.ids[event.first : end], event.logprobs)
                     case Pooled():
                         stages.mark("embed")
                         self._prefixes.remember(layout, request.prefix_space)

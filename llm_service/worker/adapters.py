@@ -124,7 +124,7 @@ class RankAdapters:
             self._rows.clear()
             return
         rows = np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])
-        self._rows.use(rows, np.arange(len(rows)) if plan.scores else np.array(plan.wanted))
+        self._rows.use(rows, np.arange(len(rows)) if plan.prompt_logprobs else np.array(plan.wanted))
 
     def _fill(self, slot: int, shares: Mapping[PackedLinear, Mapping[str, LowRank]]) -> None:
         """Has a slot hold an adapter: on a GPU all of it goes over in portions, and is put in place there."""

@@ -42,7 +42,7 @@ from llm_service.worker.graphs import CaptureBounds, Graph, GraphRunner
 from llm_service.worker.hf_adapters import HfAdapters
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.row_arena import RowArena
-from llm_service.worker.sampler import Drawn, score
+from llm_service.worker.sampler import Drawn, prompt_logprobs
 
 
 class Proposer(Protocol):
@@ -77,7 +77,7 @@ class Launched:
     def __init__(
         self,
         drawn: Drawn | None,
-        scores: list[list[TokenLogprobs]],
+        logprobs: list[list[TokenLogprobs]],
         device: torch.device,
         *,
         began: float,
@@ -85,7 +85,7 @@ class Launched:
         proposed: Callable[[], list[list[int]]] = list,
         pooled: Tensor | None = None,
     ) -> None:
-        self._drawn, self._scores, self._replayed, self._proposed = drawn, scores, replayed, proposed
+        self._drawn, self._prompt_logprobs, self._replayed, self._proposed = drawn, logprobs, replayed, proposed
         self._pooled = None if pooled is None else ToHost(pooled)
         self._began, self._ended = began, time.perf_counter()
         self._device = device
@@ -103,7 +103,9 @@ class Launched:
         drawn = StepResult([], []) if self._drawn is None else self._drawn.result()
         times = self._began, self._ended
         pooled = [] if self._pooled is None else [row.tobytes() for row in self._pooled.read().numpy()]
-        return StepResult(drawn.tokens, drawn.logprobs, self._scores, self._replayed, *times, self._proposed(), pooled)
+        return StepResult(
+            drawn.tokens, drawn.logprobs, self._prompt_logprobs, self._replayed, *times, self._proposed(), pooled
+        )
 
 
 class ModelRunner:
@@ -197,15 +199,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: Masks = no_masks, *, previous: Tensor | None = None) -> Launched:
-        """Begins to compute the KV of every token of the plan, one new token for each draw, and the scores. What the
-        plan carries over are tokens of the step launched before it, which need not be over. `masks` that follow the
-        plan are waited for when the model's part is launched. Nothing waits for the device, but for scores, for drafts
-        of a model, and where torch computes attention or draws. `previous`, [n, hidden], are the hidden states that a
-        draft head goes on from; what it makes of them is in `last_hidden`, for each draw, until the next step."""
+        """Begins to compute the KV of every token of the plan, one new token for each draw, and prompt logprobs. What
+        the plan carries over are tokens of the step launched before it, which need not be over. `masks` that follow the
+        plan are waited for when the model's part is launched. Nothing waits for the device, but for those logprobs, for
+        drafts of a model, and where torch computes attention or draws. `previous`, [n, hidden], are the hidden states
+        that a draft head goes on from; what it makes of them is in `last_hidden`, for each draw, until the next
+        step."""
         began = time.perf_counter()
         proposed: Callable[[], list[list[int]]] = list
         with self.core_share.computing() if self.core_share is not None else nullcontext():
-            hidden, wanted, scores, extracted = self._forward(plan, previous)
+            hidden, wanted, logprobs, extracted = self._forward(plan, previous)
             drawn = self._drawn(plan, wanted[: len(plan.draws)], masks) if plan.draws else None
             pooled = self._pool(plan, hidden, wanted) if plan.pools else None
             if self.proposer is not None:
@@ -216,7 +219,7 @@ class ModelRunner:
         if previous is not None:
             self.last_hidden = hidden
         device, replayed = self._decoder.device, self._replayed
-        return Launched(drawn, scores, device, began=began, replayed=replayed, proposed=proposed, pooled=pooled)
+        return Launched(drawn, logprobs, device, began=began, replayed=replayed, proposed=proposed, pooled=pooled)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
@@ -258,7 +261,7 @@ class ModelRunner:
         self, plan: StepPlan, previous: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list[list[TokenLogprobs]], Tensor]:
         """Hidden states, of all places where somebody reads them; those at the places that are wanted
-        (`StepPlan.wanted`); the plan's scores; and what the decoder `extracts`, else the hidden states again."""
+        (`StepPlan.wanted`); its prompt logprobs; and what the decoder `extracts`, else the hidden states again."""
         deep = bool(plan.rows) and self.arena.levels > 1
         if self.adapters is not None:
             self.adapters.begin(plan)
@@ -296,8 +299,8 @@ class ModelRunner:
         extracted = out
         if out.shape[1] > (size := self._decoder.hidden_size):
             out, extracted = out[:, :size], out[:, size:]
-        scores = score(out, plan.scores, self._decoder.logits)
-        return out, out[moved.wanted] if self._keeps_all(plan) else out, scores, extracted
+        logprobs = prompt_logprobs(out, plan.prompt_logprobs, self._decoder.logits)
+        return out, out[moved.wanted] if self._keeps_all(plan) else out, logprobs, extracted
 
     def _ids_of_layers(self, plan: StepPlan, token_ids: Tensor) -> Tensor | None:
         """See `Decoder.ids_of_layers`; transformers' tells rows by their tokens."""
@@ -309,7 +312,7 @@ class ModelRunner:
         """Whether somebody reads the hidden states of places that are not among the wanted ones."""
         sums = any(each.count > 1 for each in plan.pools)
         reordered = bool(plan.pools) and len(plan.wanted) == plan.tokens  # adapters' rows go by how many they are
-        return bool(plan.scores) or sums or reordered or self._keeps_hidden
+        return bool(plan.prompt_logprobs) or sums or reordered or self._keeps_hidden
 
     def _move(self, plan: StepPlan, graph: Graph | None) -> _Moved:
         """All that a step needs to know, in one copy. The block tables have what the plan appends."""

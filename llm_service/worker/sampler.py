@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.transfer import ToHost, to_device
-from llm_service.plan import Draw, Score, StepResult, TokenLogprobs
+from llm_service.plan import Draw, PromptLogprobsAsked, StepResult, TokenLogprobs
 
 _ROWS_ON_GPU, _ROWS_ON_CPU = 64, 8
 """Rows that are drawn from at once: with 150 000 words each takes about 5 MB, which a CPU's cache should hold."""
@@ -199,13 +199,15 @@ def _parts(indices: list[int], device: torch.device) -> Iterator[list[int]]:
         yield indices[first : first + size]
 
 
-def score(hidden: Tensor, scores: list[Score], logits: Callable[[Tensor], Tensor]) -> list[list[TokenLogprobs]]:
-    """How likely a prompt's tokens were: hidden [n, hidden] of a whole batch → one entry for each target of each score.
+def prompt_logprobs(
+    hidden: Tensor, every: list[PromptLogprobsAsked], logits: Callable[[Tensor], Tensor]
+) -> list[list[TokenLogprobs]]:
+    """How likely a prompt's tokens were: hidden [n, hidden] of a whole batch → one entry for each target of `every`.
 
     `logits` is [m, hidden] → float32 [m, vocabulary]. Where a group computes it together, every rank must come here.
     """
     out: list[list[TokenLogprobs]] = []
-    for asked in scores:
+    for asked in every:
         targets = torch.tensor(array("i", asked.targets).tolist(), device=hidden.device)
         found: list[TokenLogprobs] = []
         for first in range(0, len(targets), _PLACES):

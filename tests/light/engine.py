@@ -118,7 +118,7 @@ class Hashes:
                 _entry(_log_softmax(self._logits(states[asked.at + n])), target, asked.top)
                 for n, target in enumerate(array("i", asked.targets))
             ]
-            for asked in plan.scores
+            for asked in plan.prompt_logprobs
         ]
         pooled = [self._pool(states[asked.at : asked.at + asked.count]) for asked in plan.pools]
         tokens, logprobs = [token for token, _ in chosen], [entry for _, entry in chosen]

@@ -421,8 +421,8 @@ class LocalEngine:
 
     def _tell(self, outcomes: dict[int, Outcome], progress: Progress) -> None:
         for output in progress.outputs:
-            for scored in output.scored:
-                self.scheduler.scores_taken(scored.id, scored.first + len(scored.logprobs))
+            for scored in output.prompt_logprobs:
+                self.scheduler.prompt_logprobs_taken(scored.id, scored.first + len(scored.logprobs))
                 outcomes[scored.id].prompt.extend(scored.logprobs)
             for pooled in output.pooled:
                 outcomes[pooled.id].pooled, outcomes[pooled.id].ended = pooled.values, "embedded"

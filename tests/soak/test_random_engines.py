@@ -214,8 +214,8 @@ class Load:
     def _hear(self, progress: Progress) -> None:
         assert not progress.failed, "a request failed"
         for output in progress.outputs:
-            for scored in output.scored:
-                self._engine.scheduler.scores_taken(scored.id, scored.first + len(scored.logprobs))
+            for scored in output.prompt_logprobs:
+                self._engine.scheduler.prompt_logprobs_taken(scored.id, scored.first + len(scored.logprobs))
                 self._told[self._numbers[scored.id]].prompt += [each.chosen for each in scored.logprobs]
             for pooled in output.pooled:
                 self._told[self._numbers[pooled.id]].pooled = pooled.values

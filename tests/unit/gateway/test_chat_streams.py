@@ -103,11 +103,11 @@ def test_a_stream_says_what_the_whole_answer_says(form: ToolFormat, size: int) -
     asked = chat._Asked(
         head={"id": "x"},
         n=len(texts),
-        scored=True,
+        with_logprobs=True,
         as_ids=False,
         with_ids=True,
         with_uuids=False,
-        prompt_scores=None,
+        prompt_logprobs=None,
         with_usage=True,
         with_usage_so_far=False,
         with_timings=False,

@@ -140,7 +140,7 @@ class HashExecutor:
         tokens = [_choose(hashes[draw.at], draw) for draw in plan.draws]
         scores = [
             [_likely(hashes[asked.at + n], target) for n, target in enumerate(array("i", asked.targets))]
-            for asked in plan.scores
+            for asked in plan.prompt_logprobs
         ]
         pooled = [_sum_of(hashes[asked.at : asked.at + asked.count]) for asked in plan.pools]
         return StepResult(tokens, [None] * len(tokens), scores, pooled=[each.tobytes() for each in pooled])

@@ -247,7 +247,7 @@ class Simulation:
                 for choice, tokens in enumerate(outcome.tokens)
                 if tokens or outcome.ended[choice]
             ],
-            scored=len(outcome.scored) + 1 if outcome.scored else 0,
+            with_logprobs=len(outcome.scored) + 1 if outcome.scored else 0,
             pooling=order.pooling,
         )
         if id % 2 and not self.limits.chunk_rule.of_prompts:  # as a front does
@@ -293,10 +293,10 @@ class Simulation:
         for item, picture in enumerate(self.outcomes[id].order.pictures):
             self.land(id, item, picture.rows)
 
-    def take_scores(self, id: int) -> None:
+    def take_prompt_logprobs(self, id: int) -> None:
         """The caller of a request takes what there is of its prompt's scores; one of the `slow` does so here alone."""
         self.outcomes[id].taken = len(self.outcomes[id].scored)
-        self.scheduler.scores_taken(id, self.outcomes[id].taken + 1)
+        self.scheduler.prompt_logprobs_taken(id, self.outcomes[id].taken + 1)
 
     def abort(self, id: int) -> None:
         self.outcomes[id].aborted = True
@@ -382,15 +382,15 @@ class Simulation:
             "the totals are what was told"
         )
         assert counters.accepted_draft_tokens - accepted == sum(token.accepted for token in output.tokens)
-        for scored in output.scored:
+        for scored in output.prompt_logprobs:
             outcome = self.outcomes[scored.id]
             assert not outcome.over
             assert not outcome.tokens[0], "a score after the first token"
             assert scored.first == len(outcome.scored) + 1, "scores come in order, each once"
             outcome.scored.extend(scored.logprobs)
-            assert len(outcome.scored) - outcome.taken <= self.limits.max_waiting_scores
+            assert len(outcome.scored) - outcome.taken <= self.limits.max_waiting_prompt_logprobs
             if scored.id not in self.slow:
-                self.take_scores(scored.id)
+                self.take_prompt_logprobs(scored.id)
         for pooled in output.pooled:
             outcome = self.outcomes[pooled.id]
             assert not outcome.over, "an embedding after the end of its request"
@@ -446,7 +446,7 @@ class Simulation:
     def drain(self, *, check: bool = True) -> None:
         """Lands everything and runs until all requests have ended; fails where that takes impossibly long."""
         while self.slow:
-            self.take_scores(self.slow.pop())
+            self.take_prompt_logprobs(self.slow.pop())
         for id, outcome in self.outcomes.items():
             if not outcome.over:
                 self.land_all(id)

@@ -63,7 +63,7 @@ def test_scores_that_nobody_takes_are_not_piled_up_and_keep_nobody_waiting(overl
     for seed in range(3):  # they have no room but its own
         run_until_over(engine, engine.submit(order(text(90, seed), max_tokens=40)))
     assert engine.scheduler.counters.preemptions > 0
-    engine.take_scores(slow)
+    engine.take_prompt_logprobs(slow)
     while engine.step() is not None:
         pass
     assert 16 < len(engine.outcomes[slow].scored) <= 32

@@ -29,10 +29,10 @@ from llm_service.engine.messages import (
     Beat,
     Complete,
     GetState,
+    PromptLogprobs,
     Released,
     RowsNeeded,
     RowsPlaced,
-    Scored,
     Started,
     State,
     Token,
@@ -427,12 +427,12 @@ def test_a_delta_never_holds_more_tokens_than_a_message_has_room_for() -> None:
 def test_scores_of_a_prompt_come_in_messages_that_have_room_for_them() -> None:
     """A step scores thousands of tokens; with twenty likely ones beside each, that is megabytes."""
     scores = [TokenLogprobs(-float(number), []) for number in range(8)]
-    found = list(together([Scored(1, 5, scores[:7]), Scored(1, 12, scores[7:])], most=3))
+    found = list(together([PromptLogprobs(1, 5, scores[:7]), PromptLogprobs(1, 12, scores[7:])], most=3))
     assert found == [
-        Scored(1, 5, scores[:3]),
-        Scored(1, 8, scores[3:6]),
-        Scored(1, 11, scores[6:7]),
-        Scored(1, 12, scores[7:]),
+        PromptLogprobs(1, 5, scores[:3]),
+        PromptLogprobs(1, 8, scores[3:6]),
+        PromptLogprobs(1, 11, scores[6:7]),
+        PromptLogprobs(1, 12, scores[7:]),
     ]
 
 

@@ -22,12 +22,12 @@ from llm_service.engine.messages import (
     Failed,
     ItemRows,
     Landed,
+    PromptLogprobs,
+    PromptLogprobsTaken,
     Released,
     Resumed,
     RowsNeeded,
     RowsPlaced,
-    Scored,
-    ScoresTaken,
     Started,
     State,
     Token,
@@ -132,17 +132,19 @@ async def test_the_next_engine_gets_a_request_as_far_as_it_has_come(monkeypatch:
         request = made.submit(n=3, resume=[Resumed(2, array("i", [4]).tobytes())])
         await made.begin(request)
         await made.hear(
-            Scored(request.id, 1, scores), token(request, 7), token(request, 8), token(request, 9, 1, "stop")
+            PromptLogprobs(request.id, 1, scores), token(request, 7), token(request, 8), token(request, 9, 1, "stop")
         )
         await made.replace()
         (add,) = made.now.told(Add)
         said = {each.choice: (array("i", each.token_ids).tolist(), each.finished) for each in add.resume}
         assert said == {0: ([7, 8], False), 1: ([9], True), 2: ([4], False)}
-        assert add.scored == 3
+        assert add.with_logprobs == 3
         await made.begin(request)
         await made.hear(token(request, 10))
         events = await request.next()
-        assert [type(event) for event in events] == [Started, Scored, Token, Token, Token, Token], "it starts once"
+        assert [type(event) for event in events] == [Started, PromptLogprobs, Token, Token, Token, Token], (
+            "it starts once"
+        )
         assert made.front.handed_over == 1
         await made.hear(Released([request.id]))
         assert made.released == [request.id]
@@ -152,18 +154,21 @@ async def test_an_engine_hears_of_scores_when_their_caller_comes_back_for_more(m
     scores = [TokenLogprobs(0.0, [])] * 2
     async with line(monkeypatch) as made:
         request = made.submit()
-        await made.hear(Started(request.id, 0), Scored(request.id, 1, scores))
+        await made.hear(Started(request.id, 0), PromptLogprobs(request.id, 1, scores))
         await request.next()
-        await made.hear(Scored(request.id, 3, scores))
-        assert made.now.told(ScoresTaken) == []
+        await made.hear(PromptLogprobs(request.id, 3, scores))
+        assert made.now.told(PromptLogprobsTaken) == []
         await request.next()
-        assert made.now.told(ScoresTaken) == [ScoresTaken(request.id, 3)]
+        assert made.now.told(PromptLogprobsTaken) == [PromptLogprobsTaken(request.id, 3)]
         await made.replace()
-        await made.hear(Scored(request.id, 5, scores))
+        await made.hear(PromptLogprobs(request.id, 5, scores))
         await request.next()
         await made.hear(token(request, 7))
         await request.next()
-        assert made.now.told(ScoresTaken) == [ScoresTaken(request.id, 5), ScoresTaken(request.id, 7)]
+        assert made.now.told(PromptLogprobsTaken) == [
+            PromptLogprobsTaken(request.id, 5),
+            PromptLogprobsTaken(request.id, 7),
+        ]
 
 
 async def test_choices_that_its_caller_has_ended_are_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,12 +161,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @rule(data=st.data(), slow=st.booleans())
     def read_scores_late(self, data: st.DataObject, slow: bool) -> None:
         id = data.draw(st.sampled_from(self.open_requests()))
-        self.engine.take_scores(id)
+        self.engine.take_prompt_logprobs(id)
         (self.engine.slow.add if slow else self.engine.slow.discard)(id)
 
     @rule()
     def abort_unknown(self) -> None:
-        self.engine.scheduler.scores_taken(999_999, 1)
+        self.engine.scheduler.prompt_logprobs_taken(999_999, 1)
         self.engine.scheduler.abort(999_999)
         self.engine.scheduler.landed(999_999, 0, 1)
 

@@ -11,8 +11,8 @@ from twinlens.v1 import llm_pb2
 
 
 @dataclass(slots=True)
-class PromptScores:
-    """The scores of a prompt's tokens by their place, from the second token on: before the first there is nothing."""
+class CollectedLogprobs:
+    """How likely a prompt's tokens were, by place, from the second token on: before the first there is nothing."""
 
     _told: dict[int, tuple[int, llm_pb2.TokenLogprobs]] = field(default_factory=dict)
 
@@ -34,29 +34,29 @@ class PromptScores:
 
 
 async def collected(
-    events: AsyncGenerator[llm_pb2.GenerateResponse], scores: PromptScores
+    events: AsyncGenerator[llm_pb2.GenerateResponse], logprobs: CollectedLogprobs
 ) -> AsyncGenerator[llm_pb2.GenerateResponse]:
-    """The other events of an answer, from `started` on, which comes when all scores of its prompt are there."""
+    """The other events of an answer, from `started` on, which comes when all logprobs of its prompt are there."""
     started: llm_pb2.GenerateResponse | None = None
     async with aclosing(events) as each:
         async for said in each:
             if said.HasField("started"):
                 started = said
                 continue
-            is_score = said.delta.HasField("prompt")
-            if is_score:
-                scores.add(said.delta.prompt)
-            if started is not None and not (is_score and len(scores) < started.started.prompt_tokens - 1):
+            of_prompt = said.delta.HasField("prompt")
+            if of_prompt:
+                logprobs.add(said.delta.prompt)
+            if started is not None and not (of_prompt and len(logprobs) < started.started.prompt_tokens - 1):
                 yield started
                 started = None
-            if not is_score:
+            if not of_prompt:
                 yield said
 
 
 def _by_id(token: int, told: llm_pb2.TokenLogprobs) -> dict[str, Any]:
-    likeliest = {str(top.token_id): _score(top.logprob, rank, top.text) for rank, top in enumerate(told.top, 1)}
-    return {str(token): _score(told.logprob, None, told.text), **likeliest}
+    likeliest = {str(top.token_id): _entry(top.logprob, rank, top.text) for rank, top in enumerate(told.top, 1)}
+    return {str(token): _entry(told.logprob, None, told.text), **likeliest}
 
 
-def _score(logprob: float, rank: int | None, text: str) -> dict[str, Any]:
+def _entry(logprob: float, rank: int | None, text: str) -> dict[str, Any]:
     return {"logprob": logprob, "rank": rank, "decoded_token": text}

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from gateway.prompt_scores import PromptScores, collected
+from gateway.prompt_logprobs import CollectedLogprobs, collected
 from twinlens import v1
 
 
@@ -28,7 +28,7 @@ END = v1.GenerateResponse(finished=v1.GenerateFinished())
 
 def heard(events: Sequence[v1.GenerateResponse]) -> list[tuple[v1.GenerateResponse, int, int]]:
     """What comes, how many scores there are by then, and how many events were read for it."""
-    scores, read = PromptScores(), 0
+    scores, read = CollectedLogprobs(), 0
 
     async def told() -> AsyncGenerator[v1.GenerateResponse]:
         nonlocal read
