@@ -84,6 +84,7 @@ class Experts(nn.Module):
         self.grouped: tuple[GroupedProduct, GroupedProduct] | None = None
         self._missing = {(kind, expert) for kind in self._apart for expert in self._numbers()}
         self._quantized: dict[tuple[str, int], QuantizedWeight] = {}
+        self.cuts_groups = False  # whether this rank's part of an expert begins or ends within a group of scales
         here, share = length(self.own), length(self._share)
         opened = (1 + has_gates) * share
         self.gate_up_proj = nn.Parameter(torch.empty(here, opened, hidden, dtype=dtype), requires_grad=False)
@@ -169,6 +170,7 @@ class Experts(nn.Module):
         target = whole[number] if kind == "down_proj" else whole[number, begin : begin + size]
         if isinstance(source, QuantizedWeight) and source.shape == target.shape:
             self._quantized[kind, expert] = source
+            self.cuts_groups |= kind == "down_proj" and size < self._inner and source.cuts_groups
         else:
             fill(target, source)
         self._missing.discard((kind, expert))

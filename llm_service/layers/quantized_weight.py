@@ -116,6 +116,13 @@ class QuantizedWeight:
         held = (self.codes, self.scale, self.zero, self.column_groups)
         return sum(each.nbytes for each in held if isinstance(each, Tensor))
 
+    @property
+    def cuts_groups(self) -> bool:
+        """Whether its inputs begin or end within one of several groups."""
+        if self.column_groups is not None or self.scale.shape[1] == 1:
+            return False
+        return bool(self.first[1] or self.inputs % self.columns)
+
     def to(self, device: torch.device) -> QuantizedWeight:
         """The same on a device."""
         return replace(

@@ -13,6 +13,7 @@ from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.weights import SliceReader
 from llm_service.layers.cpu import selection
+from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.model_config.text import TextConfig
@@ -90,6 +91,8 @@ def load_decoder(
     tell_of_cache(checkpoint)
     weights = load_weights(checkpoint, partial(_name_here, text.own_name, names_elsewhere(decoder)))
     fill_decoder(decoder, text.parted.pieces(weights), device, rounded)
+    if any(part.cuts_groups for part in decoder.modules() if isinstance(part, Experts)):
+        _log.info("parts of experts cut groups of scales: --enable-expert-parallel keeps them whole", ranks=group.size)
     return decoder.eval()
 
 

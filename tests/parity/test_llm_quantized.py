@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from common.checkpoint import Checkpoint, CheckpointError
 from encoder_service.families import config
@@ -124,6 +125,15 @@ def test_a_rank_holds_some_experts_whole(folders: tuple[Path, Path], monkeypatch
         read.clear()
         check_share(folders, TensorGroup(rank, 2, expert_parallel=True), monkeypatch)
         assert read == set(range(3 * rank, 3 * rank + 3)), "others are not even looked at"
+
+
+@pytest.mark.parametrize("folders", [("qwen3_vl_moe", "fp8 in blocks")], ids=" ".join, indirect=True)
+def test_ranks_that_cut_blocks_are_told_what_keeps_them_whole(folders: tuple[Path, Path]) -> None:
+    for group in (TensorGroup(), TensorGroup(1, 2), TensorGroup(1, 2, expert_parallel=True)):
+        with capture_logs() as lines:
+            load_decoder(Checkpoint(folders[0]), torch.float32, CPU, group)
+        cut = group.size > 1 and not group.expert_parallel
+        assert any("--enable-expert-parallel keeps them whole" in line["event"] for line in lines) == cut
 
 
 def check_share(folders: tuple[Path, Path], group: TensorGroup, monkeypatch: pytest.MonkeyPatch) -> None:

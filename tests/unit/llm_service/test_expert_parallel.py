@@ -19,6 +19,7 @@ from llm_service.layers.ops import TORCH, use_ops
 from llm_service.layers.quantized_weight import Number, QuantizedWeight
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.filling import InMemory
+from llm_service.models.float_formats import EightBits
 from tests.layer_cases import HIDDEN, noise
 
 COUNT, INNER, PER_TOKEN = 6, 24, 2
@@ -275,6 +276,17 @@ def test_a_stack_of_another_number_of_experts_is_refused() -> None:
         experts = Experts(COUNT, HIDDEN, INNER, RANKS[0], torch.float32)
         with pytest.raises(ValueError, match=r"it is \(7|of 7 experts"):
             experts.targets("")[f".{name}"](InMemory(whole))
+
+
+@pytest.mark.parametrize(("columns", "cut"), [(8, True), (16, True), (12, False), (INNER, False)])
+def test_parts_of_experts_may_cut_groups_of_scales_and_whole_experts_do_not(columns: int, *, cut: bool) -> None:
+    """A scale for all inputs is for any of them."""
+    codes, groups = torch.zeros(HIDDEN, INNER).to(torch.float8_e4m3fn), -(-INNER // columns)
+    down = EightBits(Number.E4M3, InMemory(codes), InMemory(torch.ones(HIDDEN, groups)), block=(1, columns))
+    for whole in (False, True):
+        experts = Experts(COUNT, HIDDEN, INNER, TensorGroup(1, 2, expert_parallel=whole), torch.float32)
+        experts.targets("")[".5.down_proj.weight"](down)
+        assert experts.cuts_groups == (cut and not whole)
 
 
 def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
