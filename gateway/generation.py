@@ -86,7 +86,7 @@ class Generations:
                 try:
                     while (event := await call.read()) is not grpc.aio.EOF:
                         if one.takes(service, cast(Event, event)):
-                            yield cast(Event, event)
+                            yield one.answer.as_told(cast(Event, event))
                     return
                 except grpc.aio.AioRpcError as error:
                     if one.answer.complete:
@@ -156,10 +156,16 @@ class _Answer:
                 self.completed_tokens += event.finished.usage.completion_tokens
                 self.finished.add(event.finished.index)
                 self.tokens.pop(event.finished.index, None)
-                if self.handed_over:  # what the prompt cost is what the first service said
-                    event.finished.usage.cached_tokens = self.started.cached_tokens
             case _:  # an event of a newer service
                 pass
+
+    def as_told(self, event: Event) -> Event:
+        """What the caller is told of it. What the prompt cost is what the first service said."""
+        if not self.handed_over or not event.HasField("finished"):
+            return event
+        told = Event(finished=event.finished)
+        told.finished.usage.cached_tokens = self.started.cached_tokens
+        return told
 
     def is_of(self, started: llm_pb2.GenerateStarted) -> bool:
         """Whether a service that is to go on has laid out the same prompt, of the same media."""
