@@ -341,12 +341,13 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype, *, wanted: bo
     if name == "sdpa":
         return ""
     if name == "triton":
+        if device.type != "cuda" and not wanted:  # to import it takes a quarter of a service's start
+            return "it needs a GPU"
         if not importlib.util.find_spec("triton"):
             return "triton is not installed"
         import triton
 
-        interpreted = wanted and triton.knobs.runtime.interpret
-        return "" if device.type == "cuda" or interpreted else "it needs a GPU"
+        return "" if device.type == "cuda" or triton.knobs.runtime.interpret else "it needs a GPU"
     if name == "numba":
         able = torch.backends.cpu.get_cpu_capability() == "AVX512" and multiplies_bfloat16()
         if device.type != "cpu" or not able:
