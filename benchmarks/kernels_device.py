@@ -425,8 +425,10 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     if not gpu and not given.tiny:
         parser.error("torch sees no GPU here")
-    if not gpu and triton_interpreter.is_too_old():
-        triton_interpreter.mend()
+    if not gpu:
+        if triton_interpreter.is_too_old():
+            triton_interpreter.mend()
+        triton_interpreter.quicken()
     torch.manual_seed(0)
     here = Place(torch.device("cuda:0" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32, tiny=given.tiny)
     if gpu:
