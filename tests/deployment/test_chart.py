@@ -680,6 +680,19 @@ class TestSpecial:
         assert set(of_kind(text, "NetworkPolicy")) == {"twinlens-encoder", "twinlens-llm"}
 
 
+@pytest.mark.parametrize(("values", "device"), [("values.yaml", "cpu"), ("values-gpu.yaml", "cuda")])
+def test_an_llm_service_takes_more_calls_at_once_than_it_holds_requests(
+    values: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that it has room for is refused, and so is who asks it how it is."""
+    monkeypatch.setattr("llm_service.config.check_device", lambda *_: None)
+    monkeypatch.setattr("llm_service.config.cuda_memory", lambda _: 80 << 30)
+    options = yaml.safe_load((CHART / values).read_text())["llm"]["options"]
+    words = [f"--device={device}", "--model=m", *(f"--{name}={value}" for name, value in options.items())]
+    config = load(LlmConfig, "TEST", "", words, {})
+    assert config.request_limit() < config.max_concurrent_calls
+
+
 class TestPrefill:
     """LLM services that compute prompts for those that answer."""
 
