@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from common.errors import InvalidInput, TwinlensError
+from common.errors import InvalidInput, TwinlensError, without_traces
 from common.media.convert import KEY_BYTES, MODALITIES, read_media
 from common.media.item import Embedding, Encoded, Key, Media, Modality, Url
 from common.nixl.messages import AgentMemory
@@ -94,7 +94,7 @@ def read_items(
         try:
             found.append(replace(read_item(media, index, salt, priority, served), host=host))
         except TwinlensError as error:
-            found.append(error)
+            found.append(without_traces(error))
     return found
 
 

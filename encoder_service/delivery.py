@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from common import log, tracing
-from common.errors import TwinlensError
+from common.errors import TwinlensError, without_traces
 from common.media.convert import add_checksum, write_header, write_stages
 from common.media.item import Header
 from common.stages import Stage, seconds_of
@@ -67,6 +67,7 @@ class Delivery:
             async with self.encoder.ticket(self.item, rows=not self.request.header_only) as ticket:
                 await self._deliver(ticket, send)
         except TwinlensError as failure:
+            without_traces(failure)  # a task of ours may have raised it, in whose frames the item is
             self.failure = failure.reason
             self.meters.failed(failure.reason)
             tracing.failed(failure.reason)
@@ -160,6 +161,10 @@ class _Outbox(Generic[T]):
             self._room.release()
         return event
 
+    def clear(self) -> None:
+        """Forgets what nobody reads any more: a task that was cancelled keeps the frames of it, which lead here."""
+        self.events = asyncio.Queue()
+
 
 async def merged(senders: Sequence[Callable[[Send[T]], Coroutine[Any, Any, None]]]) -> AsyncGenerator[T, None]:
     """Every event that the senders send: what is ready goes first, and none runs far ahead of the reader. Closing it
@@ -184,3 +189,4 @@ async def merged(senders: Sequence[Callable[[Send[T]], Coroutine[Any, Any, None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        outbox.clear()

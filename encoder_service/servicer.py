@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from common import log
-from common.errors import TwinlensError, Unavailable
+from common.errors import TwinlensError, Unavailable, without_traces
 from common.media import convert as media_convert
 from common.media.item import Modality
 from common.rpc import calls
@@ -202,6 +202,7 @@ class EncoderServicer(EncoderServiceServicer):
                 raise item
             header, cached = await served.encoder.prefetch(item)
         except TwinlensError as failure:
+            without_traces(failure)  # its frames lead to the item's content, and back to it
             served.meters.failed(failure.reason)
             return convert.write_error(index, failure)
         return media_convert.write_header(index, header, served.encoder.pipeline.layout, cached=cached)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from common.errors import TwinlensError
+from common.errors import TwinlensError, without_traces
 from common.media import data_url
 from common.media.identity import content_key, sized
 from common.media.item import Encoded, Key, Modality, Url
@@ -47,7 +47,7 @@ class Contents:
                     lambda: self._fetcher.fetch(address, limit, field, item.caller),
                 )
             except TwinlensError as shared:
-                raise shared.at(field) from None
+                raise without_traces(shared).at(field) from None
         brought = dataclasses.replace(item, source=content)
         check_item(brought, self._limits)
         return brought

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from common import log, tasks
-from common.errors import Internal, NotFound, TwinlensError
+from common.errors import Internal, NotFound, TwinlensError, without_traces
 from common.media.item import Header, Key, Modality, Url
 from encoder_service.engine.admission import Admission
 from encoder_service.engine.flight import Flight, Ticket
@@ -220,6 +220,9 @@ class EncoderEngine:
         except TwinlensError as error:
             self.counts["failed"] += not isinstance(error, NotFound)  # of a key alone nothing was to be encoded
             flight.failed(error)
+        except asyncio.CancelledError as left:
+            without_traces(left)  # the task keeps it, and the flight the task; behind its frames is the content
+            raise
         else:
             flight.completed(entry)
             if not flight.tickets:
@@ -237,7 +240,7 @@ class EncoderEngine:
             if known.done():
                 _log.info("a prefetched item failed", reason=error.reason)
             else:
-                known.set_exception(error)
+                known.set_exception(without_traces(error))
         finally:
             known.cancel()
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from common.errors import MEDIA_CHANGED, TwinlensError, Unavailable
+from common.errors import MEDIA_CHANGED, TwinlensError, Unavailable, without_traces
 from common.media.item import Header, Key
 from common.stages import Stage
 from encoder_service.engine.admission import Reservation
@@ -155,6 +155,7 @@ class Flight:
 
     def failed(self, error: TwinlensError) -> None:
         """Completes what is not completed yet; an error that no one waits for is no one's."""
+        without_traces(error)  # frames of this lead to the item's content, and back to the error
         for future in (self.header, self.entry):
             if not future.done():
                 future.set_exception(error)
@@ -234,4 +235,5 @@ class Ticket:
         try:
             return await what
         except TwinlensError as shared:
-            raise shared.at(self.item.field, instead_of=self.flight.item.field if shared.field else None) from None
+            place = self.flight.item.field if shared.field else None
+            raise without_traces(shared).at(self.item.field, instead_of=place) from None
