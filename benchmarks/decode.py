@@ -32,10 +32,10 @@ from common.cpu.jit import use_threads
 from common.devices import default_dtype
 from llm_service.layers.cpu import selection
 from llm_service.layers.weight_dtype import W8A8
-from llm_service.model_config.adapter_folder import Adaptable, read
+from llm_service.model_config.adapter_folder import Adaptable, Adapter, read
 from llm_service.model_config.text import TextConfig
 from llm_service.models.loader import load_decoder
-from llm_service.plan import Adapter, Chunk, Draw, StepPlan
+from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.memory import appended

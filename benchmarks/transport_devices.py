@@ -15,7 +15,7 @@ from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.worker.messages import PoolMade
 from llm_service.engine.messages import PullEnded
 from llm_service.engine_client.mirrors import Mirrors
-from llm_service.plan import MirrorOrder, Pull
+from llm_service.worker.messages import MirrorOrder, PullRows
 from llm_service.worker.mirror import Mirror
 
 
@@ -48,6 +48,6 @@ class LocalMirrors(Mirrors):
     def _obey(self, order: MirrorOrder) -> None:
         started = time.perf_counter()
         end = self._mirror.obey(order, lambda own: own)
-        if isinstance(order, Pull):
+        if isinstance(order, PullRows):
             self.seconds = time.perf_counter() - started
             self.ended(PullEnded(order.id, end))

@@ -4,7 +4,6 @@ small ones in a step, and they cannot be part of a cycle, so the garbage collect
 
 from __future__ import annotations
 
-import enum
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -231,96 +230,3 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Drafts for each chunk; empty where no model proposes any."""
     pooled: list[bytes] = []
     """For each pool, float32 [hidden]."""
-
-
-class Pull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Copy rows from an encoder's pool of device memory to a rank's mirror of the row arena.
-
-    The pool is called `region` and opened by `handle`. `size` bytes, whole rows, go from `source` in it to `target`, an
-    offset in the arena; `row_sum` is what `device_memory.row_sum` gives for them, as an unsigned number.
-    """
-
-    id: int
-    region: str
-    handle: bytes
-    source: int
-    target: int
-    size: int
-    row_sum: int
-
-
-class Invalidate(msgspec.Struct, frozen=True, tag=True):
-    """`size` bytes at `offset` of the arena are given to other rows: what the mirror has there counts no more."""
-
-    offset: int
-    size: int
-
-
-class Unmap(msgspec.Struct, frozen=True, tag=True):
-    """A pool is gone: let go of its memory."""
-
-    region: str
-
-
-class CopyOut(msgspec.Struct, frozen=True):
-    """Copy KV blocks to the host's memory, (block, place) each, in this order. Once every rank has, whatever was to be
-    read from places of the host before is read as well."""
-
-    pairs: list[tuple[int, int]]
-
-
-MirrorOrder = Pull | Invalidate | Unmap
-"""What ranks do to their mirrors: all of them the same, in the same order, between two steps."""
-
-
-class AdapterError(ValueError):
-    """A folder does not hold an adapter for this model; the message says why, without naming a place on this host."""
-
-
-class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter as it was read: the SHA-256 of all that it is, its largest rank, its file of weights (safetensors)
-    and, for each matrix that it adapts, what the product of its two is multiplied with, and how the names of both begin
-    in that file, before `.lora_A.weight` and `.lora_B.weight`."""
-
-    digest: bytes
-    rank: int
-    weights: bytes
-    scales: dict[str, float]
-    names: dict[str, str]
-
-
-class Pulled(enum.IntEnum):
-    """What came of a `Pull`, the worst first: of a group's ranks, the least one counts."""
-
-    UNREACHABLE = 0
-    DAMAGED = 1
-    LANDED = 2
-
-
-class Install(msgspec.Struct, frozen=True):
-    """Keep an adapter, under a number that no other has had."""
-
-    number: int
-    adapter: Adapter
-
-
-class Drop(msgspec.Struct, frozen=True):
-    """Let go of an adapter; no later plan names it."""
-
-    number: int
-
-
-AdapterOrder = Install | Drop
-"""What ranks do about adapters: all of them the same, in the same order, between two steps."""
-
-
-class ToRank(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells the others to do: one of these. `changeover`: ask each other whether all have our
-    kernels by now, and compute with them if so."""
-
-    plan: StepPlan | None = None
-    order: MirrorOrder | None = None
-    changeover: bool = False
-    install: Install | None = None
-    drop: Drop | None = None
-    copy_out: CopyOut | None = None

@@ -40,9 +40,8 @@ from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import StructureLimits, Vocabulary
 from llm_service.meters import Meters
-from llm_service.model_config.adapter_folder import CONFIG, largest_rank
+from llm_service.model_config.adapter_folder import CONFIG, AdapterError, largest_rank
 from llm_service.model_config.served import ServedModel
-from llm_service.plan import AdapterError
 from llm_service.prefill.layout import kv_layout
 from llm_service.prefill.services import PrefillServices
 from llm_service.prompt.builder import PromptBuilder

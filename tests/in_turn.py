@@ -9,18 +9,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from llm_service.plan import (
-    AdapterOrder,
-    CopyOut,
-    Drop,
-    Masks,
-    MirrorOrder,
-    Pulled,
-    StepPlan,
-    StepResult,
-    no_masks,
-    with_masks,
-)
+from llm_service.plan import Masks, StepPlan, StepResult, no_masks, with_masks
+from llm_service.worker.messages import AdapterOrder, MirrorOrder, OffloadBlocks, Pulled, RemoveAdapter
 
 
 def filled(plan: StepPlan, chosen: Sequence[int], masks: Masks = no_masks) -> StepPlan:
@@ -51,25 +41,25 @@ class InTurn:
     beat_seconds: float | None = None
 
     def __init__(
-        self, run: Callable[[StepPlan], StepResult], copy_out: Callable[[list[tuple[int, int]]], None] | None = None
+        self, run: Callable[[StepPlan], StepResult], offload: Callable[[list[tuple[int, int]]], None] | None = None
     ) -> None:
         self._run = run
-        self._copy_out = copy_out
+        self._offload = offload
         self._chosen: list[int] = []
         self.adapters: dict[int, bytes] = {}
 
     def adapt(self, order: AdapterOrder) -> None:
         """Keeps what an adapter is."""
-        if isinstance(order, Drop):
+        if isinstance(order, RemoveAdapter):
             del self.adapters[order.number]
         else:
             assert order.number not in self.adapters
             self.adapters[order.number] = order.adapter.digest
 
-    def copy_out(self, order: CopyOut) -> None:
+    def offload(self, order: OffloadBlocks) -> None:
         """Has blocks copied to the host."""
-        assert self._copy_out is not None, order
-        self._copy_out(order.pairs)
+        assert self._offload is not None, order
+        self._offload(order.pairs)
 
     def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Known:
         began = time.perf_counter()

@@ -8,21 +8,21 @@ from functools import partial
 
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import AwaitBlocks, BlocksAnswer, BlocksArrived, BlocksRead, FindBlocks, LendBlocks
-from llm_service.plan import CopyOut
+from llm_service.worker.messages import OffloadBlocks
 
 
 class BlockExchange:
-    """`copy_out` has ranks copy blocks out, behind all steps that were planned, and then calls what it is given; `send`
-    answers the front, from any thread."""
+    """`offload` has ranks copy blocks to the host, behind all steps that were planned, and then calls what it is given;
+    `send` answers the front, from any thread."""
 
     def __init__(
         self,
         blocks: BlockManager,
-        copy_out: Callable[[CopyOut, Callable[[], None]], None],
+        offload: Callable[[OffloadBlocks, Callable[[], None]], None],
         send: Callable[[BlocksAnswer], None],
     ) -> None:
         self._blocks = blocks
-        self._copy_out = copy_out
+        self._offload = offload
         self._send = send
         self._lent: dict[int, list[bytes]] = {}
         self._awaited: dict[int, tuple[list[bytes], list[int]]] = {}
@@ -55,4 +55,4 @@ class BlockExchange:
     def _answer_behind(self, answer: BlocksAnswer) -> None:
         """Answers once copies to the host that these places wait for are made, and those from them that may be under
         way have ended."""
-        self._copy_out(CopyOut(self._blocks.host.take_offloads()), partial(self._send, answer))
+        self._offload(OffloadBlocks(self._blocks.host.take_offloads()), partial(self._send, answer))

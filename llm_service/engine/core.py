@@ -47,7 +47,9 @@ from llm_service.engine.messages import (
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.engine.step_queue import StepQueue
-from llm_service.plan import Adapter, AdapterError, Drop, Install, Invalidate, Pull, StepResult, Unmap
+from llm_service.model_config.adapter_folder import Adapter, AdapterError
+from llm_service.plan import StepResult
+from llm_service.worker.messages import AddAdapter, InvalidateRows, PullRows, RemoveAdapter, UnmapPool
 
 _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
@@ -206,8 +208,8 @@ class EngineCore:
                 reading.add_done_callback(partial(self._adapter_read, message.id))
             case DropAdapter(id):
                 self._scheduler.adapter_slots.forget(id)
-                self._steps.order(Drop(id))
-            case Pull() | Invalidate() | Unmap():
+                self._steps.order(RemoveAdapter(id))
+            case PullRows() | InvalidateRows() | UnmapPool():
                 self._steps.order(message)
             case FindBlocks() | LendBlocks() | BlocksRead() | AwaitBlocks() | BlocksArrived():
                 self._take_exchange(message)
@@ -243,7 +245,7 @@ class EngineCore:
         except AdapterError as error:
             self._link.send(AdapterRead(message.id, error=str(error)))
         else:
-            self._steps.order(Install(message.id, adapter))
+            self._steps.order(AddAdapter(message.id, adapter))
 
     def _adapter_read(self, id: int, reading: Future[None]) -> None:
         """Whoever waits for an adapter hears of it, where there was no thread or no memory to read it."""

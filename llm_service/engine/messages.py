@@ -7,9 +7,10 @@ from enum import StrEnum
 import msgspec
 
 from llm_service.model_config.served import Weights
-from llm_service.plan import Invalidate, Pull, TokenLogprobs, Unmap
+from llm_service.plan import TokenLogprobs
 from llm_service.request import Pooling, SamplingParams
 from llm_service.settings import EngineSettings
+from llm_service.worker.messages import InvalidateRows, PullRows, UnmapPool
 
 NOWHERE = -1
 """The offset of an item that has no place in the arena: the prefix cache is expected to cover it."""
@@ -176,9 +177,9 @@ ToEngine = (
     | BlocksArrived
     | Flush
     | GetState
-    | Pull
-    | Invalidate
-    | Unmap
+    | PullRows
+    | InvalidateRows
+    | UnmapPool
 )
 
 
@@ -349,7 +350,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullEnded(msgspec.Struct, frozen=True, tag=True):
-    """What came of a `Pull`: `end` is a `plan.Pulled`."""
+    """What came of a `PullRows`: `end` is a `Pulled`."""
 
     id: int
     end: int

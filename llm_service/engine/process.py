@@ -148,7 +148,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         overlap=settings.overlap,
         read_adapter=loaded.read_adapter,
         block_events=block_events,
-        exchange=BlockExchange(blocks, steps.copy_out, link.send),
+        exchange=BlockExchange(blocks, steps.offload, link.send),
     )
     return core, steps
 

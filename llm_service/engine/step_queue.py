@@ -13,18 +13,15 @@ from typing import Protocol
 
 import msgspec
 
-from llm_service.plan import (
+from llm_service.plan import Masks, StepPlan, StepResult, no_masks
+from llm_service.worker.messages import (
     AdapterOrder,
-    CopyOut,
-    Drop,
-    Install,
-    Masks,
+    AddAdapter,
     MirrorOrder,
-    Pull,
+    OffloadBlocks,
     Pulled,
-    StepPlan,
-    StepResult,
-    no_masks,
+    PullRows,
+    RemoveAdapter,
 )
 
 
@@ -61,7 +58,7 @@ class Executor(Protocol):
         """Has every rank keep an adapter, or let go of one."""
         ...
 
-    def copy_out(self, order: CopyOut) -> None:
+    def offload(self, order: OffloadBlocks) -> None:
         """Has every rank copy KV blocks to the host; waits until they are there."""
         ...
 
@@ -74,7 +71,7 @@ class _ClosedError(Exception):
 class _Copying:
     """Copies to the host, and who waits for them."""
 
-    order: CopyOut
+    order: OffloadBlocks
     done: Callable[[], None]
 
 
@@ -82,8 +79,8 @@ class StepQueue:
     """Launches plans one after the other, in the order in which they were handed over, and orders for the ranks'
     mirrors between them.
 
-    `submit`, `mask`, `order`, `copy_out`, `collect`, `beat` and `close` belong to the thread that decides, `work` to
-    the one that computes, which calls `on_pulled` for each `Pull`, with its id and what came of it, and `on_installed`
+    `submit`, `mask`, `order`, `offload`, `collect`, `beat` and `close` belong to the thread that decides, `work` to
+    the one that computes, which calls `on_pulled` for each `PullRows`, with its id and what came of it, and `on_added`
     when all ranks have an adapter. The one that decides waits for a step's tokens; so on a GPU the other one launches
     the next step meanwhile, and the GPU never waits for either.
 
@@ -95,12 +92,12 @@ class StepQueue:
         self,
         executor: Executor,
         on_pulled: Callable[[int, Pulled], None] = lambda *_: None,
-        on_installed: Callable[[Install], None] = lambda _: None,
+        on_added: Callable[[AddAdapter], None] = lambda _: None,
     ) -> None:
         self.beat_seconds = executor.beat_seconds
         self._executor = executor
         self._on_pulled = on_pulled
-        self._on_installed = on_installed
+        self._on_added = on_added
         self._plans: SimpleQueue[StepPlan | MirrorOrder | AdapterOrder | _Copying | str] = SimpleQueue()
         self._masks: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._launched: SimpleQueue[StepUnderWay] = SimpleQueue()
@@ -130,11 +127,11 @@ class StepQueue:
         return masks
 
     def order(self, order: MirrorOrder | AdapterOrder) -> None:
-        """Hands over an order, which is obeyed before every plan that is handed over later. An `Install` may come from
-        any thread."""
+        """Hands over an order, which is obeyed before every plan that is handed over later. An `AddAdapter` may come
+        from any thread."""
         self._plans.put(order)
 
-    def copy_out(self, order: CopyOut, done: Callable[[], None]) -> None:
+    def offload(self, order: OffloadBlocks, done: Callable[[], None]) -> None:
         """Hands over an order likewise; the computing thread calls `done` when all ranks are through with it."""
         self._plans.put(_Copying(order, done))
 
@@ -167,15 +164,15 @@ class StepQueue:
                     return
             elif isinstance(order, str):
                 self._executor.beat()
-            elif isinstance(order, Install | Drop):
+            elif isinstance(order, AddAdapter | RemoveAdapter):
                 self._executor.adapt(order)
-                if isinstance(order, Install):
-                    self._on_installed(order)
+                if isinstance(order, AddAdapter):
+                    self._on_added(order)
             elif isinstance(order, _Copying):
-                self._executor.copy_out(order.order)
+                self._executor.offload(order.order)
                 order.done()
             else:
                 end = self._executor.obey(order)
-                if isinstance(order, Pull):
+                if isinstance(order, PullRows):
                     self._on_pulled(order.id, end)
             self._launching_since = None

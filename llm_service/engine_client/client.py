@@ -55,8 +55,8 @@ from llm_service.engine_client.engine_request import EngineRequest, Event
 from llm_service.engine_client.handover import Handover, engine_lost
 from llm_service.engine_client.mirrors import Mirrors
 from llm_service.engine_client.processes import MODULE, Reserve, Watch
-from llm_service.plan import MirrorOrder
 from llm_service.settings import EngineSettings
+from llm_service.worker.messages import MirrorOrder
 
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from common.errors import DataLoss
 from common.tasks import wait_until_done
 from llm_service.engine.messages import PullEnded
-from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
+from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, PullRows, UnmapPool
 
 
 class Mirrors:
@@ -26,7 +26,7 @@ class Mirrors:
         self._waiting: dict[int, asyncio.Future[Pulled]] = {}
 
     async def pull(self, *, region: str, handle: bytes, source: int, target: int, size: int, row_sum: int) -> Pulled:
-        """Has every rank copy rows; see `plan.Pull`. Not left before the ranks have answered, since they write.
+        """Has every rank copy rows; see `PullRows`. Not left before the ranks have answered, since they write.
 
         Raises DataLoss where there is no engine, or it ends meanwhile.
         """
@@ -36,7 +36,7 @@ class Mirrors:
         answer: asyncio.Future[Pulled] = asyncio.get_running_loop().create_future()
         self._waiting[self._ids] = answer
         self._send(
-            Pull(
+            PullRows(
                 id=self._ids,
                 region=region,
                 handle=handle,
@@ -52,11 +52,11 @@ class Mirrors:
     def invalidate(self, offset: int, size: int) -> None:
         """These bytes of the arena are given to new rows."""
         if self.reachable:
-            self._send(Invalidate(offset, size))
+            self._send(InvalidateRows(offset, size))
 
     def unmap(self, region: str) -> None:
         """A pool is gone."""
-        self._send(Unmap(region))
+        self._send(UnmapPool(region))
 
     def opened(self, reachable: Sequence[str]) -> None:
         """An engine is ready, whose ranks can all read the memory of these devices; none where they keep no mirrors."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from llm_service.model_config.name_patterns import Budget, NamePattern, PatternError
-from llm_service.plan import Adapter, AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = "adapter_model.bin", "adapter_model.pt"
@@ -41,6 +42,25 @@ _SAYS_NOTHING = frozenset(
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """First values of an adapter that leave the base's weights as they are."""
 _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
+
+
+class AdapterError(ValueError):
+    """A folder does not hold an adapter for this model; the message says why, without naming a place on this host."""
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter as it was read."""
+
+    digest: bytes
+    """The SHA-256 of all that it is."""
+    rank: int
+    """The largest of its matrices'."""
+    weights: bytes
+    """Its file of weights (safetensors)."""
+    scales: dict[str, float]
+    """For each matrix that it adapts, what the product of its two is multiplied with."""
+    names: dict[str, str]
+    """For each of these, how the names of both begin in the file, before `.lora_A.weight` and `.lora_B.weight`."""
 
 
 @dataclass(frozen=True, slots=True)

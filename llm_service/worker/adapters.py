@@ -20,10 +20,10 @@ from llm_service.layers.group import ALONE
 from llm_service.layers.linear import PackedLinear, path_within
 from llm_service.layers.low_rank import LowRank, told_of
 from llm_service.layers.weight_dtype import narrowed
-from llm_service.model_config.adapter_folder import Adaptable
+from llm_service.model_config.adapter_folder import Adaptable, Adapter
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.plan import Adapter, StepPlan
+from llm_service.plan import StepPlan
 
 _PORTION = 16 << 20
 """Bytes from which on the next layers' matrices go to a GPU by another copy."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import msgspec
 
 from llm_service.layers.group import ALONE
-from llm_service.plan import (
-    AdapterOrder,
-    CopyOut,
-    Draw,
-    Install,
-    Masks,
-    MirrorOrder,
-    Pulled,
-    StepPlan,
-    ToRank,
-    no_masks,
-)
+from llm_service.plan import Draw, Masks, StepPlan, no_masks
 from llm_service.worker.changeover import Changeover
+from llm_service.worker.messages import (
+    AdapterOrder,
+    AddAdapter,
+    ChangeOver,
+    InvalidateRows,
+    MirrorOrder,
+    OffloadBlocks,
+    Pulled,
+    PullRows,
+    RankMessage,
+    RemoveAdapter,
+    RunStep,
+    UnmapPool,
+)
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.ranks import Ranks
 
@@ -31,7 +34,7 @@ _encode = msgspec.msgpack.Encoder().encode
 def message_of(plan: StepPlan) -> bytes:
     """What other ranks are told of a plan: all but how tokens are chosen. Those that they do not find themselves they
     are told with the next one."""
-    return _encode(ToRank(plan=msgspec.structs.replace(plan, draws=[Draw(at=draw.at) for draw in plan.draws])))
+    return _encode(RunStep(msgspec.structs.replace(plan, draws=[Draw(at=draw.at) for draw in plan.draws])))
 
 
 class LoneExecutor:
@@ -57,9 +60,9 @@ class LoneExecutor:
         """Keeps an adapter, or lets go of one."""
         self._runner.adapt(order)
 
-    def copy_out(self, order: CopyOut) -> None:
+    def offload(self, order: OffloadBlocks) -> None:
         """Copies KV blocks to the host, and waits for that."""
-        self._runner.copy_out(order.pairs)
+        self._runner.offload(order.pairs)
 
     def beat(self) -> None:
         """There is no one to keep company."""
@@ -87,19 +90,18 @@ class GroupExecutor:
 
     def obey(self, order: MirrorOrder) -> Pulled:
         """Has all ranks do something to their mirrors; raises RuntimeError where one is gone."""
-        self._ranks.tell(_encode(ToRank(order=order)))
+        self._ranks.tell(_encode(order))
         return self._runner.arena.the_mirror.obey(order, self._ranks.group.all_reduce_min)
 
     def adapt(self, order: AdapterOrder) -> None:
         """Has all ranks keep an adapter, or let go of one; raises RuntimeError where one is gone."""
-        told = ToRank(install=order) if isinstance(order, Install) else ToRank(drop=order)
-        self._ranks.tell(_encode(told))
+        self._ranks.tell(_encode(order))
         self._runner.adapt(order)
 
-    def copy_out(self, order: CopyOut) -> None:
+    def offload(self, order: OffloadBlocks) -> None:
         """Has all ranks copy KV blocks to the host, and waits for them; raises RuntimeError where one is gone."""
-        self._ranks.tell(_encode(ToRank(copy_out=order)))
-        self._runner.copy_out(order.pairs)
+        self._ranks.tell(_encode(order))
+        self._runner.offload(order.pairs)
         self._ranks.group.all_reduce_min(0)
 
     def beat(self) -> None:
@@ -109,28 +111,28 @@ class GroupExecutor:
 
     def _change_over(self) -> None:
         if self._changeover is not None and self._changeover.due:
-            self._ranks.tell(_encode(ToRank(changeover=True)))
+            self._ranks.tell(_encode(ChangeOver()))
             self._changeover.ask(self._ranks.group.all_reduce_min)
 
 
 def follow(runner: ModelRunner, ranks: Ranks, changeover: Changeover | None = None) -> None:
     """Another rank: computes its share of every plan, and obeys every order, until rank 0 is gone, which raises
     RuntimeError."""
-    decode = msgspec.msgpack.Decoder(ToRank).decode
+    decode = msgspec.msgpack.Decoder(RankMessage).decode
     while True:
-        if not (message := ranks.hear()):
-            continue
-        told = decode(message)
-        if told.plan is not None:
-            ranks.share_rows(told.plan.rows, runner.arena)
-            runner.follow(told.plan)
-        if told.changeover:
-            assert changeover is not None, "ranks begin alike"
-            changeover.ask(ranks.group.all_reduce_min)
-        if (adapter_order := told.install or told.drop) is not None:
-            runner.adapt(adapter_order)
-        if told.order is not None:
-            runner.arena.the_mirror.obey(told.order, ranks.group.all_reduce_min)
-        if told.copy_out is not None:
-            runner.copy_out(told.copy_out.pairs)
-            ranks.group.all_reduce_min(0)
+        if not (heard := ranks.hear()):
+            continue  # rank 0 is there
+        match decode(heard):
+            case RunStep(plan):
+                ranks.share_rows(plan.rows, runner.arena)
+                runner.follow(plan)
+            case ChangeOver():
+                assert changeover is not None, "ranks begin alike"
+                changeover.ask(ranks.group.all_reduce_min)
+            case AddAdapter() | RemoveAdapter() as order:
+                runner.adapt(order)
+            case PullRows() | InvalidateRows() | UnmapPool() as order:
+                runner.arena.the_mirror.obey(order, ranks.group.all_reduce_min)
+            case OffloadBlocks(pairs):
+                runner.offload(pairs)
+                ranks.group.all_reduce_min(0)

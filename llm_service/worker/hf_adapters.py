@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from common.hf.classes import blank_of, decoder_of
 from llm_service.layers.low_rank import LowRank
-from llm_service.model_config.adapter_folder import Adaptable
+from llm_service.model_config.adapter_folder import Adaptable, Adapter
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.linear import TextLinear
-from llm_service.plan import Adapter, StepPlan
+from llm_service.plan import StepPlan
 
 
 def hf_linears(text: nn.Module) -> dict[str, nn.Linear | TextLinear]:

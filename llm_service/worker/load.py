@@ -28,7 +28,7 @@ from llm_service.layers.attention.int8_blocks import SCALE_BYTES
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
-from llm_service.model_config.adapter_folder import Adaptable, read
+from llm_service.model_config.adapter_folder import Adaptable, Adapter, read
 from llm_service.model_config.served import ServedModel, Weights
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder
@@ -36,7 +36,7 @@ from llm_service.models.hf.loader import load_hf_decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.quantization_config import quantization_of
-from llm_service.plan import Adapter, StepPlan
+from llm_service.plan import StepPlan
 from llm_service.settings import DRAFT_HEADS, CacheDtype, EngineSettings
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches

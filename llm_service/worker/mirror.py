@@ -1,6 +1,6 @@
 """Rows on a rank's own device: a mirror of the row arena, filled by copies out of encoders' device memory. A row lies
 at the same offset in both; what was pulled is in the mirror, all else in the arena. The front orders every copy
-(`plan.Pull`), ranks obey the same orders between the same steps, and what did not land on all of them is on none."""
+(`PullRows`), ranks obey the same orders between the same steps, and what did not land on all of them is on none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common import log
 from common.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, check_row_bytes, row_sum
-from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
+from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, PullRows, UnmapPool
 
 _log = log.get("mirror")
 
@@ -103,21 +103,21 @@ class Mirror:
     def obey(self, order: MirrorOrder, agree: Callable[[int], int]) -> Pulled:
         """Does what it is told; `agree` gives the least of what all ranks say. LANDED for what is no pull."""
         match order:
-            case Pull():
+            case PullRows():
                 with self._beside():
                     here = self._pull(order)
                 end = Pulled(agree(here))
                 if end is Pulled.LANDED:
                     self._here.add(order.target, order.target + order.size)
                 return end
-            case Invalidate(offset, size):
+            case InvalidateRows(offset, size):
                 self._here.remove(offset, offset + size)
-            case Unmap(region):
+            case UnmapPool(region):
                 if (mapping := self._open.pop(region, None)) is not None:
                     _close(region, mapping)
         return Pulled.LANDED
 
-    def _pull(self, pull: Pull) -> Pulled:
+    def _pull(self, pull: PullRows) -> Pulled:
         """Copies, waits for the copy, and looks at what has come: whoever writes to the pool later writes too late."""
         target = self._bytes[pull.target : pull.target + pull.size]
         if len(target) != pull.size or pull.target < 0 or not pull.size or pull.size % self._row_bytes:
@@ -132,7 +132,7 @@ class Mirror:
         found, is_finite = torch.stack([whole, ends.isfinite().all().to(torch.int64)]).tolist()
         return Pulled.LANDED if as_unsigned(found) == pull.row_sum and is_finite else Pulled.DAMAGED
 
-    def _mapping(self, pull: Pull) -> Mapping:
+    def _mapping(self, pull: PullRows) -> Mapping:
         if pull.region not in self._open:
             self._open[pull.region] = self._memory.open(self._device, pull.handle)
         return self._open[pull.region]

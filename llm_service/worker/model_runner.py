@@ -21,17 +21,7 @@ from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumber
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.hf.decoder import HfDecoder
-from llm_service.plan import (
-    AdapterOrder,
-    Draw,
-    Install,
-    Masks,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-    no_masks,
-    with_masks,
-)
+from llm_service.plan import Draw, Masks, StepPlan, StepResult, TokenLogprobs, no_masks, with_masks
 from llm_service.worker import sampler
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
@@ -41,6 +31,7 @@ from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, Graph, GraphRunner
 from llm_service.worker.hf_adapters import HfAdapters
 from llm_service.worker.host_cache import HostCache
+from llm_service.worker.messages import AdapterOrder, AddAdapter
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import Drawn, prompt_logprobs
 
@@ -188,7 +179,7 @@ class ModelRunner:
     def adapt(self, order: AdapterOrder) -> None:
         """Keeps this rank's share of an adapter, or lets go of it. Only where there are slots for any."""
         assert self.adapters is not None, "adapters are turned on"
-        if isinstance(order, Install):
+        if isinstance(order, AddAdapter):
             self.adapters.load(order.number, order.adapter)
         else:
             self.adapters.drop(order.number)
@@ -245,7 +236,7 @@ class ModelRunner:
             return torch.stack([hidden[each.at : each.at + each.count].float().sum(0) for each in plan.pools])
         return wanted[len(plan.draws) :].float()
 
-    def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def offload(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies KV blocks to the host, (block, place) each, and waits until that, and whatever was begun before it, is
         over."""
         if self.host_cache is not None:

@@ -14,7 +14,7 @@ import torch
 
 from common.cuda_ipc import HANDLE_BYTES, CudaMemory
 from common.device_memory import DeviceMemoryError, as_unsigned, driver, row_sum
-from llm_service.plan import Pull, Pulled, Unmap
+from llm_service.worker.messages import Pulled, PullRows, UnmapPool
 from llm_service.worker.mirror import Mirror
 from tests import pictures
 from tests.launch import encoder_server, llm_server
@@ -106,7 +106,7 @@ def test_a_mirror_pulls_rows_out_of_a_pool_of_its_own_gpu_or_of_a_peer(peer: int
     data = numbers().view(torch.uint8)
     with owner(f"cuda:{peer}") as (handle, uuid, _):
         assert uuid in CudaMemory().reachable([DEVICE])
-        good = Pull(
+        good = PullRows(
             id=1,
             region="pool",
             handle=handle,
@@ -119,7 +119,7 @@ def test_a_mirror_pulls_rows_out_of_a_pool_of_its_own_gpu_or_of_a_peer(peer: int
         assert mirror.obey(shifted, int) is Pulled.DAMAGED
         assert mirror.obey(good, int) is Pulled.LANDED
         assert torch.equal(mirror.bytes_of(4 * ROW, 4 * ROW + len(data)).cpu(), data)
-        mirror.obey(Unmap("pool"), int)
+        mirror.obey(UnmapPool("pool"), int)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SEC
     own = memoryview(bytearray(host_blocks * block_bytes))
     host = SharedBuffer.attach(settings.kv_host_fd, settings.kv_host_bytes).view if shared else own
     executor = Hashes(arena, *sizes, _special(checkpoint), step_seconds, host)
-    in_turn = InTurn(executor.run, executor.copy_out)
+    in_turn = InTurn(executor.run, executor.offload)
     executor.adapters = in_turn.adapters
     reader = adapter_reader(settings)
     return Loaded(
@@ -147,13 +147,13 @@ class Hashes:
 
     def _copy(self, plan: StepPlan) -> None:
         """What goes to the host's memory before the step, and what comes back."""
-        self.copy_out(plan.offloaded)
+        self.offload(plan.offloaded)
         size = self._block_size
         for place, block in plan.loaded:
             states = array("q", self._place(place).tobytes())
             self._slots |= {block * size + n: state for n, state in enumerate(states)}
 
-    def copy_out(self, pairs: list[tuple[int, int]]) -> None:
+    def offload(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks, all of which are whole, to places of the host."""
         size = self._block_size
         for block, place in pairs:

@@ -35,14 +35,14 @@ from llm_service.engine.structure import Form, Matcher
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend
-from llm_service.model_config.adapter_folder import read
+from llm_service.model_config.adapter_folder import Adapter, read
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.loader import load_hf_decoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.trial import Finding
-from llm_service.plan import Adapter, Install, TokenLogprobs
+from llm_service.plan import TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, Pooling, PromptLayout, SamplingParams
 from llm_service.settings import CacheDtype
@@ -51,6 +51,7 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
 from llm_service.worker.host_cache import HostCache
+from llm_service.worker.messages import AddAdapter
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
 from tests import reference
@@ -262,7 +263,7 @@ class LocalEngine:
         )
         self.adapters = dict(enumerate(read_adapters, 1))
         for number, adapter in self.adapters.items():
-            self.runner.adapt(Install(number, adapter))
+            self.runner.adapt(AddAdapter(number, adapter))
         self.scheduler = Scheduler(
             BlockManager(
                 blocks,

@@ -12,7 +12,7 @@ from common.errors import DataLoss
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace
 from llm_service.encoders.transports.shared_memory import SharedMemory
 from llm_service.engine_client.mirrors import Mirrors
-from llm_service.plan import Pulled
+from llm_service.worker.messages import Pulled
 from twinlens.v1 import encoder_pb2
 
 

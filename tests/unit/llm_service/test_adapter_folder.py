@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llm_service.model_config.adapter_folder import Adaptable, read
-from llm_service.plan import AdapterError
+from llm_service.model_config.adapter_folder import Adaptable, AdapterError, read
 from tests.adapters import write
 
 PREFIX = "base_model.model.model.language_model.layers.0"

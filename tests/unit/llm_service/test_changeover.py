@@ -20,11 +20,12 @@ from llm_service.layers.cpu import panels, selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.plan import Masks, StepPlan, ToRank, no_masks
+from llm_service.plan import Masks, StepPlan, no_masks
 from llm_service.request import SamplingParams
 from llm_service.worker import changeover, load
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.executor import GroupExecutor, LoneExecutor, follow
+from llm_service.worker.messages import ChangeOver, RankMessage
 from tests import pictures, row_cases
 from tests.checkpoints import Family
 from tests.full_disk import no_room_for_files
@@ -105,7 +106,7 @@ def test_all_ranks_change_over_before_the_same_step() -> None:
         readiness[0], now = ready, now + passed
         executor.launch(NOTHING)
     assert first.steps == [False, False, False, True, True]
-    turns = [msgspec.msgpack.decode(told, type=ToRank).changeover for told in wire.told]
+    turns = [isinstance(msgspec.msgpack.decode(told, type=RankMessage), ChangeOver) for told in wire.told]
     assert turns == [False, True, False, False, True, False, False]
 
     selection.select(numba=False)
@@ -136,7 +137,7 @@ def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: p
         executor.launch(NOTHING)
     assert rank.steps == [False] * 3
     assert said == ["torch goes on computing, more slowly, since a rank lacks our kernels"]
-    assert sum(msgspec.msgpack.decode(told, type=ToRank).changeover for told in wire.told) == 1
+    assert sum(isinstance(msgspec.msgpack.decode(told, type=RankMessage), ChangeOver) for told in wire.told) == 1
 
 
 def test_what_cannot_be_compiled_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:

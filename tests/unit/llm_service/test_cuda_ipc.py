@@ -18,7 +18,7 @@ from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.encoders.transports.shared_memory import SharedMemory
 from llm_service.engine.messages import PullEnded
 from llm_service.engine_client.mirrors import Mirrors
-from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
+from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, PullRows, UnmapPool
 from twinlens.v1 import encoder_pb2
 
 PLACE = 4096
@@ -65,7 +65,7 @@ class Bench:
 
     def _take(self, order: MirrorOrder) -> None:
         self.orders.append(order)
-        if isinstance(order, Pull):
+        if isinstance(order, PullRows):
             assert self.marked, "rows may land before anybody knows that they may"
             if self.end is not None:
                 asyncio.get_running_loop().call_soon(self.mirrors.ended, PullEnded(order.id, self.end))
@@ -88,7 +88,7 @@ async def test_rows_count_once_every_rank_has_them_and_the_lease_still_stands() 
     assert bench.ipc.takes(bench.run())
     assert await bench.read() == [32]
     (pull,) = bench.orders
-    assert pull == Pull(id=1, region="a", handle=b"h", source=64, target=PLACE, size=32, row_sum=9)
+    assert pull == PullRows(id=1, region="a", handle=b"h", source=64, target=PLACE, size=32, row_sum=9)
     assert bench.memory.released == [7]
 
 
@@ -97,7 +97,7 @@ async def test_rows_that_a_rank_does_not_have_count_nowhere(end: Pulled) -> None
     bench = Bench(end)
     with pytest.raises(DataLoss):
         await bench.read()
-    assert bench.orders[1:] == [Invalidate(PLACE, 32)]
+    assert bench.orders[1:] == [InvalidateRows(PLACE, 32)]
     assert bench.memory.released == [7]
     assert bench.ipc.devices == ([] if end is Pulled.UNREACHABLE else ["GPU-0"])
 
@@ -109,7 +109,7 @@ async def test_a_lease_that_ended_meanwhile_makes_the_copy_worthless_and_blames_
     with pytest.raises(Unavailable) as late:
         await bench.read()
     assert late.value.reason == LEASE_EXPIRED
-    assert bench.orders[1:] == [Invalidate(PLACE, 32)]
+    assert bench.orders[1:] == [InvalidateRows(PLACE, 32)]
     assert bench.ipc.devices == ["GPU-0"]
 
 
@@ -123,7 +123,7 @@ async def test_who_is_cancelled_waits_for_the_ranks_and_takes_nothing() -> None:
     bench.mirrors.ended(PullEnded(1, Pulled.LANDED))
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert bench.orders[1:] == [Invalidate(PLACE, 32)]
+    assert bench.orders[1:] == [InvalidateRows(PLACE, 32)]
     assert bench.memory.released == [7]
 
 
@@ -141,7 +141,7 @@ async def test_a_wrong_length_is_refused_before_anything_is_copied_and_strikes_n
     bench = Bench()
     with pytest.raises(DataLoss):
         await bench.read(bench.run(length=length))
-    assert bench.orders == [Invalidate(PLACE, 32)]
+    assert bench.orders == [InvalidateRows(PLACE, 32)]
     assert bench.memory.released == [7]
 
 
@@ -151,10 +151,10 @@ async def test_pools_that_are_gone_are_let_go_and_so_is_all_at_the_encoder_s_end
     await bench.read(bench.run(region="b"))
     del bench.orders[:]
     bench.listed("b", "c")
-    assert bench.orders == [Unmap("a")]
+    assert bench.orders == [UnmapPool("a")]
     bench.listed("b", "c")
     bench.ipc.close()
-    assert bench.orders == [Unmap("a"), Unmap("b")]
+    assert bench.orders == [UnmapPool("a"), UnmapPool("b")]
     assert bench.ipc.devices == []
 
 

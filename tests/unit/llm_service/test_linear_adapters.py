@@ -20,9 +20,10 @@ from llm_service.layers.gpu.low_rank_tiles import LowRankTiles
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.low_rank import LowRank, PlainSlots
+from llm_service.model_config.adapter_folder import Adapter
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.plan import Adapter, StepPlan
+from llm_service.plan import StepPlan
 from llm_service.worker import adapters as rank_adapters
 from llm_service.worker.adapters import RankAdapters, adapted_linears, shapes_of
 from llm_service.worker.memory import prompt

@@ -24,10 +24,11 @@ from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
-from llm_service.plan import Install, StepPlan, StepResult
+from llm_service.plan import StepPlan, StepResult
 from llm_service.settings import CacheDtype, EngineSettings
 from llm_service.worker import load
 from llm_service.worker.memory import Gauge, prompt
+from llm_service.worker.messages import AddAdapter
 from llm_service.worker.model_runner import ModelRunner
 from tests.adapters import make_adapter
 from tests.parity.local_engine import LocalEngine
@@ -90,7 +91,7 @@ def test_a_model_without_a_family_whose_text_our_decoder_computes_has_what_a_fam
     assert rank.weights.bits == 8
     reader = load.adapter_reader(settings)
     assert reader is not None
-    rank.runner.adapt(Install(1, reader("one")))
+    rank.runner.adapt(AddAdapter(1, reader("one")))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PaliGemma's processor

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from common.arena import SharedBuffer
 from common.device_memory import DeviceMemoryError, as_unsigned, row_sum
-from llm_service.plan import Invalidate, Pull, Pulled, RowSlice, Unmap
+from llm_service.plan import RowSlice
+from llm_service.worker.messages import InvalidateRows, Pulled, PullRows, UnmapPool
 from llm_service.worker.mirror import ByteRanges, Mirror
 from llm_service.worker.row_arena import RowArena
 from tests.device_twin import TwinMapping, TwinMemory, TwinPool
@@ -34,9 +35,9 @@ class Bench:
     mirror: Mirror
     arena: RowArena
 
-    def pull(self, first: int = 0, count: int = 4, at: int = 8, **changes: object) -> Pull:
+    def pull(self, first: int = 0, count: int = 4, at: int = 8, **changes: object) -> PullRows:
         data = self.rows[first : first + count].reshape(-1).view(torch.uint8)
-        pull = Pull(
+        pull = PullRows(
             id=1,
             region="pool",
             handle=self.pool.handle,
@@ -47,7 +48,7 @@ class Bench:
         )
         return msgspec.structs.replace(pull, **changes)
 
-    def obey(self, order: Pull | Invalidate | Unmap) -> Pulled:
+    def obey(self, order: PullRows | InvalidateRows | UnmapPool) -> Pulled:
         return self.mirror.obey(order, lambda number: number)
 
     def read(self, row: int, count: int) -> torch.Tensor:
@@ -61,7 +62,7 @@ def bench() -> Iterator[Bench]:
     pool.write(0, rows.reshape(-1).view(torch.uint8))
     mirror = Mirror(TwinMemory(), CPU, SIZE, ROW, torch.float32)
     yield Bench(pool, rows, mirror, RowArena(memory.view, LEVELS, WIDTH, torch.float32, mirror))
-    mirror.obey(Unmap("pool"), lambda number: number)
+    mirror.obey(UnmapPool("pool"), lambda number: number)
     pool.close()
 
 
@@ -96,12 +97,12 @@ def test_a_pull_is_copied_and_checked_beside_steps(bench: Bench, monkeypatch: py
     mirror = Mirror(TwinMemory(), CPU, SIZE, ROW, torch.float32, beside)
     mirror.obey(bench.pull(), agree)
     assert happened == ["begin", "copy", "check", "end", "agree"]
-    mirror.obey(Unmap("pool"), lambda number: number)
+    mirror.obey(UnmapPool("pool"), lambda number: number)
 
 
 def test_a_place_that_is_given_to_other_rows_is_read_from_the_arena_again(bench: Bench) -> None:
     bench.obey(bench.pull(count=4, at=8))
-    bench.obey(Invalidate(9 * ROW, 2 * ROW))
+    bench.obey(InvalidateRows(9 * ROW, 2 * ROW))
     found = bench.read(8, 4)
     assert torch.equal(found[[0, 3]], bench.rows[[0, 3]])
     assert not found[1:3].any()
@@ -117,7 +118,7 @@ def test_a_pool_that_the_driver_does_not_let_go_of_ends_nothing(bench: Bench, mo
     with monkeypatch.context() as patched:
         patched.setattr(TwinMapping, "close", refuses)
         (opened,) = bench.mirror._open.values()
-        assert bench.obey(Unmap("pool")) is Pulled.LANDED
+        assert bench.obey(UnmapPool("pool")) is Pulled.LANDED
     opened.close()
     assert bench.obey(bench.pull(count=4, at=8)) is Pulled.LANDED
 
@@ -160,11 +161,11 @@ def test_a_pool_is_opened_once_and_closed_when_it_is_gone(bench: Bench) -> None:
     assert bench.obey(bench.pull()) is Pulled.LANDED
     bench.obey(bench.pull(handle=b"not looked at", at=20))
     assert torch.equal(bench.read(20, 4), bench.rows[:4])
-    bench.obey(Unmap("pool"))
+    bench.obey(UnmapPool("pool"))
     bench.pool.close()
     assert bench.obey(bench.pull()) is Pulled.UNREACHABLE
     assert torch.equal(bench.read(8, 4), bench.rows[:4]), "what landed stays"
-    assert bench.obey(Unmap("never seen")) is Pulled.LANDED
+    assert bench.obey(UnmapPool("never seen")) is Pulled.LANDED
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 12)), max_size=40))

@@ -10,7 +10,7 @@ import pytest
 from common.errors import DataLoss
 from llm_service.engine.messages import PullEnded
 from llm_service.engine_client.mirrors import Mirrors
-from llm_service.plan import Invalidate, MirrorOrder, Pull, Pulled, Unmap
+from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, PullRows, UnmapPool
 
 
 @dataclass
@@ -37,8 +37,8 @@ async def test_each_pull_gets_its_own_answer() -> None:
     bench = Bench()
     first, second = await bench.pull(), await bench.pull()
     one, two = bench.sent
-    assert isinstance(one, Pull)
-    assert isinstance(two, Pull)
+    assert isinstance(one, PullRows)
+    assert isinstance(two, PullRows)
     bench.mirrors.ended(PullEnded(two.id, Pulled.LANDED))
     bench.mirrors.ended(PullEnded(one.id, Pulled.UNREACHABLE))
     assert (await first, await second) == (Pulled.UNREACHABLE, Pulled.LANDED)
@@ -81,4 +81,4 @@ async def test_without_mirrors_nobody_hears_of_places() -> None:
     bench.mirrors.opened(["GPU-0"])
     bench.mirrors.invalidate(0, 64)
     bench.mirrors.unmap("pool")
-    assert bench.sent == [Invalidate(0, 64), Unmap("pool")]
+    assert bench.sent == [InvalidateRows(0, 64), UnmapPool("pool")]

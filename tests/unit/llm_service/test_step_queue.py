@@ -37,20 +37,10 @@ from llm_service.engine.messages import (
 from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import StepQueue
-from llm_service.plan import (
-    Adapter,
-    Draw,
-    Invalidate,
-    Masks,
-    MirrorOrder,
-    Pull,
-    Pulled,
-    StepPlan,
-    StepResult,
-    Unmap,
-    no_masks,
-)
+from llm_service.model_config.adapter_folder import Adapter
+from llm_service.plan import Draw, Masks, StepPlan, StepResult, no_masks
 from llm_service.request import SamplingParams
+from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, PullRows, UnmapPool
 from tests.in_turn import InTurn
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, alternating, expected
 from tests.waiting import until
@@ -114,16 +104,16 @@ def test_a_plan_is_handed_over_before_the_one_in_front_of_it_is_computed_and_get
 def test_orders_for_the_mirrors_are_obeyed_between_steps_and_what_came_of_pulls_is_told() -> None:
     recorder, told = Recorder(), list[tuple[int, Pulled]]()
     steps = StepQueue(recorder, lambda id, end: told.append((id, end)))
-    pull = Pull(id=5, region="pool", handle=b"", source=0, target=0, size=64, row_sum=0)
+    pull = PullRows(id=5, region="pool", handle=b"", source=0, target=0, size=64, row_sum=0)
     recorder.may_go.release(2)
     with deciding(steps):
         steps.submit(plan(7, []))
-        for order in (Invalidate(0, 64), pull, Unmap("pool")):
+        for order in (InvalidateRows(0, 64), pull, UnmapPool("pool")):
             steps.order(order)
         steps.submit(plan(0, [(0, 0)]))
         assert steps.collect().tokens == [101]
         steps.collect()
-    assert recorder.seen == [[7], Invalidate(0, 64), pull, Unmap("pool"), [101]]
+    assert recorder.seen == [[7], InvalidateRows(0, 64), pull, UnmapPool("pool"), [101]]
     assert told == [(5, Pulled.DAMAGED)]
 
 
