@@ -32,8 +32,8 @@ from common.rpc.channel import (
     is_not_taken,
     is_of_the_link,
     is_too_large,
-    open_channel,
 )
+from common.rpc.channel_set import ChannelSet
 from common.rpc.replica_set import ReplicaSet, Upkeep
 from common.rpc.resolver import Resolver
 from gateway.errors import TooLarge, param_of
@@ -85,13 +85,20 @@ class Outgoing:
         return request.SerializeToString()
 
 
-def generate_method(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamMultiCallable[Outgoing, llm_pb2.GenerateResponse]:
-    """`Generate`, of a request that is on its way out."""
-    return channel.unary_stream(
-        "/twinlens.v1.LlmService/Generate",
-        request_serializer=Outgoing.serialize,
-        response_deserializer=llm_pb2.GenerateResponse.FromString,
-    )
+class LlmLink:
+    """What is called of one LLM service: `generate` takes a request that is on its way out, `stub` all other calls.
+    What it is, and its load, is asked of `about`, over a channel of its own. Raises as `ChannelSet`."""
+
+    def __init__(self, channels: ChannelSet) -> None:
+        self.channels = channels
+        (calls,) = channels.calls
+        self.about: LlmServiceAsyncStub = LlmServiceStub(channels.own)
+        self.stub: LlmServiceAsyncStub = LlmServiceStub(calls)
+        self.generate: grpc.aio.UnaryStreamMultiCallable[Outgoing, llm_pb2.GenerateResponse] = calls.unary_stream(
+            "/twinlens.v1.LlmService/Generate",
+            request_serializer=Outgoing.serialize,
+            response_deserializer=llm_pb2.GenerateResponse.FromString,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -103,9 +110,7 @@ class LlmService:
 
     address: str
     name: str
-    channel: grpc.aio.Channel
-    stub: LlmServiceAsyncStub
-    generate: grpc.aio.UnaryStreamMultiCallable[Outgoing, llm_pb2.GenerateResponse]
+    link: LlmLink
     looked_at: bool = False
     came: int = 0
     info: llm_pb2.LlmServiceGetInfoResponse | None = None
@@ -131,10 +136,9 @@ class LlmService:
         """The same of a model alone."""
         return model == self.model or model in self.aliases
 
-    def reconnect(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
-        """Has further calls take another channel. Returns the one before, on which others may be under way."""
-        before, self.channel = self.channel, channel
-        self.stub, self.generate = LlmServiceStub(channel), generate_method(channel)
+    def reconnect(self, link: LlmLink) -> LlmLink:
+        """Has further calls take other channels. Returns those before, on which others may be under way."""
+        before, self.link = self.link, link
         return before
 
     @property
@@ -146,24 +150,29 @@ class LlmService:
         """Asks it what it is. It serves once its engine has said how long a context it has memory for. Of several looks
         at once none overrules one that began later."""
         self._looks += 1
-        own = self._looks
+        own, link = self._looks, self.link
+        link.channels.connect()
         info: Any = None
         try:
-            info = await self.stub.GetInfo(
+            info = await link.about.GetInfo(
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
             )
             load: Any = self.told
             if info is not None and info.context_tokens:  # else no engine is there that could say
-                load = await self.stub.GetLoad(
+                load = await link.about.GetLoad(
                     llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
                 )
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await link.channels.connected()  # it may be back, and this connection still wait to be tried again
         except grpc.aio.AioRpcError as error:
             self._resets = self._resets + 1 if is_not_taken(error) else 0
             if 0 < self._resets < _RESETS and self.info is not None:  # it has too much to do, and is there
                 return
             now, cause = None, _cause(error)
-        except grpc.aio.UsageError:  # the channel has been closed
+        except grpc.aio.UsageError:  # the channels have been closed
             now, cause = None, "GONE"
+        except TimeoutError:
+            now, cause = None, "it answers, but the connection for calls cannot be made"
         else:
             if info is None or load is None:  # what gRPC makes of bytes that are no message
                 now, cause = None, "what it answers is no message of ours"
@@ -200,7 +209,7 @@ async def _close(service: LlmService, grace: float | None) -> None:
     if service.watcher is not None:
         service.watcher.cancel()
         await asyncio.gather(service.watcher, return_exceptions=True)
-    await service.channel.close(grace)
+    await service.link.channels.close(grace)
 
 
 class LlmServices:
@@ -221,8 +230,7 @@ class LlmServices:
         """Whether a service that can serve is about to have an adapter of this name."""
 
     def _open(self, address: str, name: str) -> LlmService:
-        channel = open_channel(address, self._security, name=name)
-        service = LlmService(address, name, channel, LlmServiceStub(channel), generate_method(channel))
+        service = LlmService(address, name, LlmLink(ChannelSet(address, name, self._security)))
         service.watcher = tasks.start(self._watch(service), f"watch {address}")
         return service
 
@@ -311,8 +319,8 @@ class LlmServices:
 
     def _renew(self, service: LlmService, grace: float) -> Coroutine[Any, Any, None]:
         """Calls from now on show, and trust, the certificates that are in the files now."""
-        channel = open_channel(service.address, self._security, name=service.name)
-        return service.reconnect(channel).close(grace)
+        link = LlmLink(ChannelSet(service.address, service.name, self._security))
+        return service.reconnect(link).channels.close(grace)
 
     async def _watch(self, service: LlmService) -> None:
         while True:
@@ -326,14 +334,14 @@ class LlmServices:
     ) -> tuple[llm_pb2.TokenizeResponse, llm_pb2.LlmServiceGetInfoResponse]:
         """Token ids by a service of this model ("": any), and what that service is. Raises TwinlensError."""
         service = self.pick(model, b"")
-        reply = await self._short(service.stub.Tokenize, request, metadata)
+        reply = await self._short(service.link.stub.Tokenize, request, metadata)
         return reply, service.info or llm_pb2.LlmServiceGetInfoResponse()
 
     async def detokenize(
         self, model: str, request: llm_pb2.DetokenizeRequest, metadata: Metadata
     ) -> llm_pb2.DetokenizeResponse:
         """The text of token ids, likewise."""
-        return await self._short(self.pick(model, b"").stub.Detokenize, request, metadata)
+        return await self._short(self.pick(model, b"").link.stub.Detokenize, request, metadata)
 
     async def _short(self, method: Callable[..., Awaitable[Reply]], request: Message, metadata: Metadata) -> Reply:
         try:

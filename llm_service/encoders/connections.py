@@ -3,7 +3,6 @@ own, where they wait behind nothing."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ import grpc
 
 from common import tracing
 from common.errors import Unavailable
-from common.rpc.channel import ChannelSecurity, open_channel
+from common.rpc.channel import ChannelSecurity
+from common.rpc.channel_set import ChannelSet
 from common.rpc.request_budget import STATED
 from llm_service.encoders.stream import UNREACHABLE, Call, Event, read_event
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -25,7 +25,6 @@ _ENCODE = "/twinlens.v1.EncoderService/Encode"
 class _Connection:
     """One connection, and how many streams are open on it."""
 
-    channel: grpc.aio.Channel
     encode: grpc.aio.UnaryStreamMultiCallable[bytes, Event]
     open: int = 0
 
@@ -38,22 +37,20 @@ class Connections:
 
     def __init__(self, address: str, name: str, security: ChannelSecurity, count: int) -> None:
         self._security = security
-        self._connections = [_connection(open_channel(address, security, name=name)) for _ in range(count)]
-        self._own = open_channel(address, security, name=name)
-        self.stub = EncoderServiceStub(self._own)
+        self._channels = ChannelSet(address, name, security, count)
+        self._connections = [_connection(channel) for channel in self._channels.calls]
+        self.stub = EncoderServiceStub(self._channels.own)
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def connect(self) -> None:
         """Begins to connect those for streams that are not."""
-        for connection in self._connections:
-            connection.channel.get_state(try_to_connect=True)
+        self._channels.connect()
 
     async def connected(self) -> None:
         """Returns when streams can go over each. Raises UsageError where they are being closed."""
-        for connection in self._connections:
-            await connection.channel.channel_ready()
+        await self._channels.connected()
 
     @contextmanager
     def encode(self, request: bytes, timeout: float) -> Iterator[Call]:
@@ -77,10 +74,9 @@ class Connections:
 
     async def close(self, grace: float | None) -> None:
         """Closes all connections; calls under way have `grace` seconds to end."""
-        channels = [self._own, *(connection.channel for connection in self._connections)]
-        await asyncio.gather(*(channel.close(grace) for channel in channels))
+        await self._channels.close(grace)
 
 
 def _connection(channel: grpc.aio.Channel) -> _Connection:
     encode: Any = channel.unary_stream(_ENCODE, response_deserializer=read_event)
-    return _Connection(channel, encode)
+    return _Connection(encode)

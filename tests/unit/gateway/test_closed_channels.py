@@ -50,10 +50,12 @@ class Holding(Player):
 
 
 @asynccontextmanager
-async def held(services: Sequence[Holding], seconds: float = 60.0) -> AsyncIterator[LlmServices]:
+async def held(
+    services: Sequence[Holding], seconds: float = 60.0, options: tuple[tuple[str, int], ...] = ()
+) -> AsyncIterator[LlmServices]:
     """What a gateway knows of these services, which can be used."""
     with ExitStack() as running:
-        addresses = [running.enter_context(serving(llm=each)) for each in services]
+        addresses = [running.enter_context(serving(llm=each, options=options)) for each in services]
         known = LlmServices(addresses, ChannelSecurity(), request_seconds=seconds)
         async with known.watched():
             await eventually(lambda: len(known.usable) == len(addresses), "all can be used")

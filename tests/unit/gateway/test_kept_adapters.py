@@ -14,6 +14,7 @@ from common.errors import TwinlensError, Unavailable
 from common.rpc.channel import ChannelSecurity
 from gateway.kept_adapters import Kept, KeptAdapters, load, unload
 from gateway.services import LlmService, LlmServices
+from tests.unit.gateway.test_services import service_of
 from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeLlm, refuse
 from twinlens import v1
@@ -305,7 +306,7 @@ def test_a_look_that_takes_long_does_not_overrule_one_that_began_later() -> None
 
     async def run() -> None:
         stub = Stub()
-        service = LlmService("here", "", None, stub, None)
+        service = service_of(stub)
         first, second = (asyncio.ensure_future(service.look(())) for _ in range(2))
         await asyncio.sleep(0)
         for look, answer, name in ((second, stub.answers[1], "new"), (first, stub.answers[0], "old")):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import grpc
 import pytest
 
 from common.errors import Exhausted, TwinlensError, Unavailable
 from gateway.services import LlmService, error_of
+from tests.unit.gateway.test_closed_channels import Holding, generate, held
+from tests.waiting import eventually
 from twinlens.v1 import llm_pb2, media_pb2
 
 
@@ -28,6 +34,35 @@ class Stub:
         return llm_pb2.LlmServiceGetLoadResponse()
 
 
+class Channels:
+    """They are there."""
+
+    def connect(self) -> None:
+        pass
+
+    async def connected(self) -> None:
+        pass
+
+
+def service_of(stub: Any) -> LlmService:
+    """A service that is asked how it is by this stub."""
+    link: Any = SimpleNamespace(about=stub, channels=Channels())
+    return LlmService("here", "", link)
+
+
+async def test_a_service_is_asked_how_it_is_beside_calls_that_fill_their_connection() -> None:
+    words: list[Any] = []
+    async with held([Holding()], options=(("grpc.max_concurrent_streams", 1),)) as known:
+        asking = asyncio.create_task(generate(known, words))
+        await eventually(lambda: len(words) == 2, "it has begun")
+        (service,) = known.services
+        assert await known.confirm(service)
+        assert service.in_flight == 1
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
 @pytest.mark.parametrize(
     ("code", "details", "usable"),
     [
@@ -39,7 +74,7 @@ class Stub:
 async def test_a_service_whose_grpc_takes_no_more_calls_is_there(
     code: grpc.StatusCode, details: str, usable: bool
 ) -> None:
-    service = LlmService("here", "", None, Stub(code, details), None)  # type: ignore[arg-type]
+    service = service_of(Stub(code, details))
     await service.look(())
     assert service.info is not None
     await service.look(())
@@ -58,7 +93,7 @@ def test_a_call_that_grpc_does_not_take_is_one_too_many(begun: bool, kind: type[
 
 async def test_a_service_whose_every_call_is_reset_is_gone_in_the_end() -> None:
     stub = Stub(grpc.StatusCode.UNAVAILABLE, "Received RST_STREAM with error code 7")
-    service = LlmService("here", "", None, stub, None)  # type: ignore[arg-type]
+    service = service_of(stub)
     for _ in range(30):
         await service.look(())
         assert service.info is not None
@@ -69,7 +104,7 @@ async def test_a_service_whose_every_call_is_reset_is_gone_in_the_end() -> None:
 async def test_at_a_service_that_has_no_engine_and_does_not_say_what_it_is_no_request_waits() -> None:
     status = media_pb2.Status(code=14, reason="ENGINE_UNAVAILABLE").SerializeToString()
     stub = Stub(grpc.StatusCode.UNAVAILABLE, "the engine is starting", status)
-    service = LlmService("here", "", None, stub, None)  # type: ignore[arg-type]
+    service = service_of(stub)
     await service.look(())
     await service.look(())
     assert service.info is None

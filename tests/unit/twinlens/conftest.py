@@ -21,11 +21,12 @@ def serving(
     encoder: FakeEncoder | None = None,
     credentials: grpc.ServerCredentials | None = None,
     handlers: tuple[grpc.GenericRpcHandler, ...] = (),
+    options: tuple[tuple[str, int], ...] = (),
 ) -> Iterator[str]:
     """A server for the services that are given; yields its address."""
     with ThreadPoolExecutor(8) as pool:  # more than a test has streams, so that questions are answered beside them
-        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1), *PINGS]
-        server = grpc.server(pool, options=options)
+        usual = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1), *PINGS]
+        server = grpc.server(pool, options=[*usual, *options])
         if llm is not None:
             v1.add_LlmServiceServicer_to_server(llm, server)
         if encoder is not None:
