@@ -141,7 +141,8 @@ class MediaLoader:
     async def _inspect(self, flight: Flight, time_budget: TimeBudget) -> Inspection:
         source = flight.item.source
         assert isinstance(source, bytes | bytearray)
-        with flight.times.timed("inspect"), await self.decoders.turn(flight.item.modality, len(source)):
+        turn = self.decoders.turn(flight.item.modality, len(source), flight.item.caller)
+        with flight.times.timed("inspect"), await turn:
             async with self.staging.lease(len(source)) as lease:
                 await fill(self.staging.buffer, lease.ranges[0], source)
                 return await self.decoders.inspect(
@@ -167,7 +168,7 @@ class MediaLoader:
             return
         assert isinstance(source, bytes | bytearray)
         with flight.times.timed("decode"):
-            turn = await self.decoders.turn(flight.item.modality, len(source))
+            turn = await self.decoders.turn(flight.item.modality, len(source), flight.item.caller)
         with turn:
             async with self._room(flight, len(source), plan.pixel_bytes) as lease:
                 encoded, pixels = lease.ranges

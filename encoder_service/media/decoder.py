@@ -16,6 +16,7 @@ from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Modality
 from common.processes import Child, ChildDied, was_ended
 from encoder_service.item import Inspection, Plan
+from encoder_service.media.fair_slots import Caller, FairSlots
 from encoder_service.media.messages import (
     Bounds,
     Decode,
@@ -72,7 +73,7 @@ class DecoderPool:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._seconds = seconds
-        self._slow = asyncio.Semaphore(max(1, processes - 1))
+        self._slow = FairSlots(max(1, processes - 1), kept_free=False)
         settings = DecoderSettings(
             staging_bytes=staging.size,
             memory_bytes=memory_bytes,
@@ -84,18 +85,14 @@ class DecoderPool:
             staging.fd, settings, processes, start_seconds=start_seconds, on_change=on_change
         )
 
-    async def turn(self, modality: Modality, size: int) -> ExitStack:
-        """Waits until the job of an item of so many bytes may be done; its turn ends where the result is closed, once.
+    async def turn(self, modality: Modality, size: int, caller: Caller) -> ExitStack:
+        """Waits until the job of an item of so many bytes may be done; its turn ends where the result is closed.
 
         Videos and long sounds take long, to look into as well: where there are several processes, one is kept for
-        everything else. A turn is taken before memory for the job is, so that videos that wait do not hold what others
-        need.
+        everything else, and callers take turns with the others. A turn is taken before memory for the job is, so that
+        videos that wait do not hold what others need.
         """
-        turn = ExitStack()
-        if size >= SPECS[modality].slow_bytes:
-            await self._slow.acquire()
-            turn.callback(self._slow.release)
-        return turn
+        return await self._slow.take(caller) if size >= SPECS[modality].slow_bytes else ExitStack()
 
     def time_budget(self) -> TimeBudget:
         """The time that one item has, for all of its jobs."""

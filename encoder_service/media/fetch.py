@@ -20,7 +20,7 @@ from common.config import option, words
 from common.errors import MEDIA_HOST, DeadlineExceeded, InvalidInput, Precondition, TwinlensError, Unavailable
 from common.tasks import in_daemon_thread, to_thread
 from encoder_service.media.address import Address, HostRule, HostRules, forbidden, is_reachable, literal, parse
-from encoder_service.media.download_slots import Caller, DownloadSlots
+from encoder_service.media.fair_slots import Caller, FairSlots
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """From a host and a port to every IP address that the host has; raises OSError where there is none."""
@@ -90,8 +90,8 @@ class Fetcher:
         self._rules = HostRules(config.allow_media_host, config.allow_private_media_host)
         self._seconds = config.fetch_seconds
         self._stall = config.fetch_stall_seconds
-        self._downloads = DownloadSlots(config.max_fetches)
-        self._look_ups = DownloadSlots(config.max_fetches)
+        self._downloads = FairSlots(config.max_fetches, kept_free=True)
+        self._look_ups = FairSlots(config.max_fetches, kept_free=True)
         self._resolve = resolve
         self._tls = tls
 
@@ -124,7 +124,7 @@ class Fetcher:
 
     async def _follow(self, address: Address, asked: _Asked) -> bytearray:
         for _ in range(_MAX_REDIRECTS + 1):
-            with await asked.waiting(self._downloads.take(address.host, asked.caller)):
+            with await asked.waiting(self._downloads.take(asked.caller, address.host)):
                 found = await self._get(address, asked)
             if isinstance(found, bytearray):
                 return found
@@ -164,7 +164,7 @@ class Fetcher:
 
     async def _look_up(self, asked: _Asked, host: str, port: int) -> list[str]:
         """One that hangs cannot be cancelled: it keeps its thread, and its slot, until it ends."""
-        slot = await asked.waiting(self._look_ups.take(host, asked.caller))
+        slot = await asked.waiting(self._look_ups.take(asked.caller, host))
         looking = asyncio.wrap_future(in_daemon_thread(_addresses, host, port))
         looking.add_done_callback(lambda _: slot.close())
         return list(dict.fromkeys(await asyncio.shield(looking)))

@@ -76,7 +76,7 @@ class FakeDecoders:
         self.time_budgets: list[TimeBudget] = []
         self._videos = asyncio.Semaphore(1)
 
-    async def turn(self, modality: Modality, size: int) -> ExitStack:
+    async def turn(self, modality: Modality, size: int, caller: object) -> ExitStack:
         turn = ExitStack()
         if modality is Modality.VIDEO:
             await self._videos.acquire()

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("forked_children")
 IMAGE, VIDEO = Modality.IMAGE, Modality.VIDEO
 STAGING = 96 << 20
 PIXELS_AT = 32 << 20
+NOBODY = "", ""
 
 
 @asynccontextmanager
@@ -288,18 +289,39 @@ async def test_videos_leave_a_process_for_everything_else_where_there_are_severa
     made = DecoderPool(
         staging, processes=count, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1, bounds=MediaLimits().bounds
     )
-    held = [await made.turn(VIDEO, 1 << 20) for _ in range(at_once)]
-    late = asyncio.create_task(made.turn(VIDEO, 1 << 20))
+    held = [await made.turn(VIDEO, 1 << 20, NOBODY) for _ in range(at_once)]
+    late = asyncio.create_task(made.turn(VIDEO, 1 << 20, NOBODY))
     await turns()
     assert not late.done()
     for _ in range(count):
-        await made.turn(IMAGE, 1 << 20)
+        await made.turn(IMAGE, 1 << 20, NOBODY)
     with held[0]:
         held[0].close()  # which is all that the end of the block would do
-    later = asyncio.create_task(made.turn(VIDEO, 1 << 20))
+    later = asyncio.create_task(made.turn(VIDEO, 1 << 20, NOBODY))
     await turns()
     assert (late.done(), later.done()) == (True, False)
     later.cancel()
+    staging.close()
+
+
+async def test_callers_take_turns_with_what_videos_may_have_and_one_alone_has_all_of_it():
+    staging = SharedBuffer.create("test", 4096)
+    made = DecoderPool(
+        staging, processes=3, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1, bounds=MediaLimits().bounds
+    )
+    order: list[str] = []
+
+    async def decodes(name: str) -> None:
+        with await made.turn(VIDEO, 1000, (name, "")):
+            order.append(name)
+            await turns()
+
+    many = [asyncio.create_task(decodes("many")) for _ in range(6)]
+    await turns(2)
+    assert order == ["many", "many"]
+    few = [asyncio.create_task(decodes(name)) for name in ("few", "one", "few")]
+    await asyncio.gather(*many, *few)
+    assert order == ["many", "many", "few", "one", "many", "few", "many", "many", "many"]
     staging.close()
 
 
@@ -309,10 +331,10 @@ async def test_sounds_are_decoded_beside_each_other_and_beside_videos_but_for_lo
     made = DecoderPool(
         staging, processes=2, threads=1, seconds=1.0, start_seconds=1.0, memory_bytes=1, bounds=MediaLimits().bounds
     )
-    with await made.turn(VIDEO, 1000):
+    with await made.turn(VIDEO, 1000, NOBODY):
         for size in (1, 1000, (1 << 20) - 1):
-            await made.turn(Modality.AUDIO, size)
-        late = asyncio.create_task(made.turn(Modality.AUDIO, 1 << 20))
+            await made.turn(Modality.AUDIO, size, NOBODY)
+        late = asyncio.create_task(made.turn(Modality.AUDIO, 1 << 20, NOBODY))
         await turns()
         assert not late.done()
     await late

@@ -1,4 +1,4 @@
-"""Slots for downloads: nobody can take all of them, and who waits is served in turns."""
+"""Slots: nobody can take all of those for downloads, and who waits is served in turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import DeadlineExceeded
 from common.media.item import Modality, Url
 from encoder_service.item import Item
-from encoder_service.media.download_slots import DownloadSlots
+from encoder_service.media.fair_slots import FairSlots
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from tests.media_host import media_host
 from tests.unit.encoder_service.fakes import turns
@@ -25,9 +25,9 @@ def caller(name: str) -> tuple[str, str]:
     return name, ""
 
 
-async def claims(slots: DownloadSlots, *whose: tuple[str, str]) -> list[asyncio.Task[ExitStack]]:
+async def claims(slots: FairSlots, *whose: tuple[str, str]) -> list[asyncio.Task[ExitStack]]:
     """For each (host, caller), who asks for a slot."""
-    asked = [asyncio.create_task(slots.take(host, caller(name))) for host, name in whose]
+    asked = [asyncio.create_task(slots.take(caller(name), host)) for host, name in whose]
     await turns()
     return asked
 
@@ -37,19 +37,19 @@ def held(asked: list[asyncio.Task[ExitStack]]) -> int:
 
 
 async def test_one_host_gets_half_of_the_slots_and_each_further_one_half_of_the_rest():
-    slots = DownloadSlots(16)
+    slots = FairSlots(16, kept_free=True)
     got = [held(await claims(slots, *[(host, f"{host}{number}") for number in range(16)])) for host in "abcde"]
     assert got == [8, 4, 2, 1, 1]
 
 
 async def test_one_caller_gets_half_of_the_slots_whatever_hosts_it_names():
-    slots = DownloadSlots(16)
+    slots = FairSlots(16, kept_free=True)
     assert held(await claims(slots, *[(f"host {number}", "greedy") for number in range(100)])) == 8
     assert held(await claims(slots, ("host 0", "another"))) == 1
 
 
 async def test_of_those_who_wait_the_one_with_the_fewest_slots_is_next():
-    slots = DownloadSlots(4)
+    slots = FairSlots(4, kept_free=True)
     greedy = await claims(slots, *[("a", "greedy")] * 6)
     assert held(greedy) == 2
     others = await claims(slots, ("b", "modest"), ("c", "new"), ("d", "last"))
@@ -63,8 +63,40 @@ async def test_of_those_who_wait_the_one_with_the_fewest_slots_is_next():
     assert held(greedy) == 4
 
 
+@pytest.mark.parametrize("kept_free", [False, True])
+async def test_callers_take_turns_with_a_single_slot_however_many_each_wants(kept_free):
+    slots, order = FairSlots(1, kept_free=kept_free), []
+
+    async def use(name: str) -> None:
+        with await slots.take(caller(name)):
+            order.append(name)
+            await turns(1)
+
+    async with asyncio.TaskGroup() as asked:
+        for name in "aaaabbcb":
+            asked.create_task(use(name))
+    assert "".join(order) == "abcababa"
+
+
+async def test_a_newcomer_does_not_pass_those_who_wait_their_turn():
+    slots = FairSlots(1, kept_free=False)
+    first, second = await claims(slots, ("", "a"), ("", "a"))
+    first.result().close()
+    await turns()
+    (third,) = await claims(slots, ("", "a"))
+    newcomers = await claims(slots, ("", "b"), ("", "c"))
+    second.result().close()
+    await turns()
+    assert (newcomers[0].done(), third.done()) == (True, False)
+    late = await claims(slots, ("", "d"))
+    for each in (newcomers[0], newcomers[1], third):
+        each.result().close()
+        await turns()
+    assert late[0].done(), "after all of them"
+
+
 async def test_who_leaves_while_waiting_or_at_the_last_moment_takes_no_slot_along():
-    slots = DownloadSlots(2)
+    slots = FairSlots(2, kept_free=True)
     (first, waiting, last) = await claims(slots, *[("a", "x")] * 3)
     waiting.cancel()
     first.result().close()
@@ -74,8 +106,8 @@ async def test_who_leaves_while_waiting_or_at_the_last_moment_takes_no_slot_alon
 
 
 async def test_a_slot_is_given_back_once():
-    slots = DownloadSlots(1)
-    with await slots.take("a", caller("x")) as slot:
+    slots = FairSlots(1, kept_free=True)
+    with await slots.take(caller("x"), "a") as slot:
         slot.close()
     first, second = await claims(slots, ("a", "x"), ("a", "x"))
     assert (first.done(), second.done()) == (True, False)
@@ -85,7 +117,7 @@ async def test_a_slot_is_given_back_once():
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), st.booleans()), max_size=40))
 def test_no_slot_is_lost_or_given_twice(steps):
     async def run() -> None:
-        slots, asked = DownloadSlots(5), []
+        slots, asked = FairSlots(5, kept_free=True), []
         for host, name, leave in steps:
             asked += await claims(slots, (host, name))
             if leave:
@@ -122,7 +154,7 @@ async def test_the_time_for_a_download_runs_from_the_asking():
     with media_host(good=GOOD) as slow:
         made = Fetcher(FetchConfig(allow_private_media_host=(slow.authority,), max_fetches=2, fetch_seconds=0.3))
         url = slow.url("/held")
-        with await made._downloads.take(made.check(url, "").host, caller("a")):  # the host has no second slot
+        with await made._downloads.take(caller("a"), made.check(url, "").host):  # the host has no second slot
             with pytest.raises(DeadlineExceeded) as waited:
                 await made.fetch(url, 1 << 20, "items[0].url", caller("b"))
             assert (waited.value.reason, waited.value.field) == ("FETCHES_BUSY", "items[0].url")

@@ -10,23 +10,25 @@ Caller = tuple[str, str]
 """A tenant's salt, or, where there is none, where the connection comes from."""
 
 
-class DownloadSlots:
-    """`max_slots` slots. A host, and a caller, gets a further one only while it holds fewer than are free.
+class FairSlots:
+    """`max_slots` slots. Of those who wait, the caller that holds the fewest is next, then the host, then the caller
+    whose last slot has come back the longest ago, or who has come since.
 
-    So whoever is alone has half of them, and whoever comes next finds some: of 16 slots that one host would hold for
-    ever it gets 8, a second such host 4, a third one 2. Of those who wait, the caller that holds the fewest is next,
-    then the host, then whoever came first.
+    Where they are `kept_free`, a host, and a caller, gets a further one only while it holds fewer than are free. So
+    whoever is alone has half of them, and whoever comes next finds some: of 16 slots that one host would hold for ever
+    it gets 8, a second such host 4, a third one 2.
     """
 
-    def __init__(self, max_slots: int) -> None:
+    def __init__(self, max_slots: int, *, kept_free: bool) -> None:
         self._free = max_slots
+        self._kept_free = kept_free
         self._hosts: Counter[str] = Counter()
         self._callers: Counter[Caller] = Counter()
         self._waiting: list[_Claim] = []
 
-    async def take(self, host: str, caller: Caller) -> ExitStack:
-        """A slot, once there is one for this host and this caller. Whoever takes it closes it, once or more often."""
-        claim = _Claim(host, caller)
+    async def take(self, caller: Caller, host: str = "") -> ExitStack:
+        """A slot, once there is one for this caller and this host. Whoever takes it closes it, once or more often."""
+        claim = _Claim(caller, host)
         self._waiting.append(claim)
         self._serve()
         try:
@@ -50,7 +52,7 @@ class DownloadSlots:
                 claim.slot.set_result(slot)
 
     def _may(self, claim: _Claim) -> bool:
-        return max(self._held(claim)) < self._free
+        return (max(self._held(claim)) if self._kept_free else 0) < self._free
 
     def _held(self, claim: _Claim) -> tuple[int, int]:
         return self._callers[claim.caller], self._hosts[claim.host]
@@ -59,11 +61,12 @@ class DownloadSlots:
         self._free += 1
         self._hosts -= Counter((claim.host,))  # which forgets those that hold none
         self._callers -= Counter((claim.caller,))
+        self._waiting.sort(key=lambda each: each.caller == claim.caller)  # behind the others
         self._serve()
 
 
 class _Claim:
-    def __init__(self, host: str, caller: Caller) -> None:
-        self.host = host
+    def __init__(self, caller: Caller, host: str) -> None:
         self.caller = caller
+        self.host = host
         self.slot: asyncio.Future[ExitStack] = asyncio.get_running_loop().create_future()
