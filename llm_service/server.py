@@ -21,6 +21,7 @@ from common.metrics import Metrics
 from common.rpc.server import GrpcServer
 from common.wire import DType, RowLayout
 from llm_service import generation_config
+from llm_service.components import Components
 from llm_service.config import LlmConfig, Meeting
 from llm_service.convert.requests import RequestReader
 from llm_service.embedder import Embedder
@@ -49,7 +50,7 @@ from llm_service.prompt.mrope import MediaLayout
 from llm_service.prompt.output_marks import OutputMarks
 from llm_service.prompt.tokens import check_same_tokens, end_tokens
 from llm_service.reranker import Reranker
-from llm_service.servicer import Components, LlmServicer
+from llm_service.servicer import LlmServicer
 from llm_service.settings import CacheDtype, EngineSettings, RankPlace
 from llm_service.transcriber import Transcriber
 from twinlens import __version__
