@@ -101,6 +101,14 @@ class LlmLink:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What a service says of itself, None for nothing, and why it cannot be used; the cause is empty where it can."""
+
+    info: llm_pb2.LlmServiceGetInfoResponse | None
+    cause: str
+
+
 @dataclass(eq=False, slots=True)
 class LlmService:
     """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and
@@ -150,9 +158,32 @@ class LlmService:
         """Asks it what it is. It serves once its engine has said how long a context it has memory for. Of several looks
         at once none overrules one that began later."""
         self._looks += 1
-        own, link = self._looks, self.link
-        link.channels.connect()
+        own = self._looks
+        heard = await self._ask(metadata)
+        if heard is None or own < self._last_look:
+            return
+        self._last_look = own
+        between = heard.info if heard.cause == _STARTING and self.model else None
+        self.between = between if between is not None and between.instance == self._instance else None
+        if not self.looked_at or heard.cause != self._cause:
+            said = "an LLM service cannot be used" if heard.cause else "an LLM service can be used"
+            _log.info(said, address=self.address, cause=heard.cause)
+        self.looked_at, self._cause = True, heard.cause
+        if heard.info is None or heard.cause:
+            self.info = None
+            return
+        info = heard.info
+        self.came += self.info is None or info.instance != self.info.instance
+        self.info, self.model, self._instance = info, info.model, info.instance
+        self.aliases = frozenset(info.aliases)
+        self.adapters = frozenset(adapter.name for adapter in info.adapters)
+
+    async def _ask(self, metadata: Metadata) -> _Heard | None:
+        """What it says of itself; what it says of its load is kept. None where it has too much to do, and is there as
+        it was."""
+        link = self.link
         info: Any = None
+        link.channels.connect()
         try:
             info = await link.about.GetInfo(
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
@@ -166,32 +197,16 @@ class LlmService:
                 await link.channels.connected()  # it may be back, and this connection still wait to be tried again
         except grpc.aio.AioRpcError as error:
             self._resets = self._resets + 1 if is_not_taken(error) else 0
-            if 0 < self._resets < _RESETS and self.info is not None:  # it has too much to do, and is there
-                return
-            now, cause = None, _cause(error)
+            too_much = 0 < self._resets < _RESETS and self.info is not None
+            return None if too_much else _Heard(info, _cause(error))
         except grpc.aio.UsageError:  # the channels have been closed
-            now, cause = None, "GONE"
+            return _Heard(info, "GONE")
         except TimeoutError:
-            now, cause = None, "it answers, but the connection for calls cannot be made"
-        else:
-            if info is None or load is None:  # what gRPC makes of bytes that are no message
-                now, cause = None, "what it answers is no message of ours"
-            else:
-                self.told, self._resets = load, 0
-                now, cause = (info, "") if info.context_tokens else (None, _STARTING)
-        if own < self._last_look:
-            return
-        self._last_look = own
-        waits = info is not None and cause == _STARTING and self.model and info.instance == self._instance
-        self.between = info if waits else None
-        if not self.looked_at or cause != self._cause:
-            said = "an LLM service can be used" if now else "an LLM service cannot be used"
-            _log.info(said, address=self.address, cause=cause)
-        self.came += now is not None and (self.info is None or now.instance != self.info.instance)
-        self.looked_at, self.info, self._cause = True, now, cause
-        self.model, self._instance = (now.model, now.instance) if now else (self.model, self._instance)
-        self.aliases = frozenset(now.aliases) if now else self.aliases
-        self.adapters = frozenset(adapter.name for adapter in now.adapters) if now else self.adapters
+            return _Heard(info, "it answers, but the connection for calls cannot be made")
+        if info is None or load is None:  # what gRPC makes of bytes that are no message
+            return _Heard(None, "what it answers is no message of ours")
+        self.told, self._resets = load, 0
+        return _Heard(info, "" if info.context_tokens else _STARTING)
 
 
 def _cause(error: grpc.aio.AioRpcError) -> str:

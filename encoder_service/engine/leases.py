@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.arena import Range
 from common.errors import LEASE_EXPIRED, Unavailable
@@ -19,19 +20,25 @@ from encoder_service.engine.embedding_store import Allocation, EmbeddingStore
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`number` stands in `slot` of the board while it holds. `name` is what `Release` calls it, `owner` the reader.
-
-    It has `expired` where its time ended it, and is `lost` where the memory is.
-    """
+    """Rows that stay where they are."""
 
     name: str
+    """What `Release` calls it."""
     owner: bytes
+    """The reader."""
     slot: int
     number: int
-    allocation: Allocation | Slice
+    """Stands in the slot of the board while it holds."""
+    memory: EmbeddingStore | DevicePool
+    """Whose rows these are."""
+    span: Range
+    """Where they lie there."""
+    unpin: Callable[[], None]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     expired: bool = False
+    """Its time ended it."""
     lost: bool = False
+    """The memory is gone."""
 
     async def returned(self) -> None:
         """Waits until the reader has released it, or is gone. Raises Unavailable where its time ended it, or the memory
@@ -41,11 +48,6 @@ class Lease:
             raise Unavailable("the worker whose memory held the rows has ended", reason="POOL_LOST")
         if self.expired:
             raise Unavailable("the rows were not read in time", reason=LEASE_EXPIRED)
-
-    @property
-    def span(self) -> Range:
-        """Where the rows lie in the arena, or in the pool."""
-        return self.allocation.span
 
 
 class Leases:
@@ -65,14 +67,30 @@ class Leases:
         """How often `take` can be called now."""
         return self._board.room
 
+    def take(self, allocation: Allocation, owner: bytes) -> AbstractContextManager[Lease]:
+        """Pins an allocation of the store for a reader, for the block at most. There must be room."""
+        pin, unpin = partial(self._store.pin, allocation), partial(self._store.unpin, allocation)
+        return self._lease(self._store, allocation.span, pin, unpin, owner)
+
+    def take_slice(self, slice_: Slice, owner: bytes) -> AbstractContextManager[Lease]:
+        """The same of a slice of a pool."""
+        pin, unpin = partial(slice_.pool.pin, slice_), partial(slice_.pool.unpin, slice_)
+        return self._lease(slice_.pool, slice_.span, pin, unpin, owner)
+
     @contextmanager
-    def take(self, allocation: Allocation | Slice, owner: bytes) -> Iterator[Lease]:
-        """Pins an allocation, or a slice of a pool, for a reader, for the block at most. There must be room."""
+    def _lease(
+        self,
+        memory: EmbeddingStore | DevicePool,
+        span: Range,
+        pin: Callable[[], None],
+        unpin: Callable[[], None],
+        owner: bytes,
+    ) -> Iterator[Lease]:
         posted = self._board.post()
         assert posted is not None, "no slot is free"
         slot, number = posted
-        lease = Lease(secrets.token_hex(8), owner, slot, number, allocation)
-        self._pin(allocation)
+        lease = Lease(secrets.token_hex(8), owner, slot, number, memory, span, unpin)
+        pin()
         self._held[lease.name] = lease
         timer = asyncio.get_running_loop().call_later(self.seconds, self._expire, lease)
         try:
@@ -100,7 +118,7 @@ class Leases:
     def lose(self, pool: DevicePool) -> None:
         """Ends every lease on a pool whose worker is gone."""
         for lease in list(self._held.values()):
-            if isinstance(lease.allocation, Slice) and lease.allocation.pool is pool:
+            if lease.memory is pool:
                 lease.lost = self._end(lease)
 
     def check_idle(self) -> None:
@@ -120,18 +138,6 @@ class Leases:
         # The number goes before the pin: nothing may be written there while it stands, so that a reader that comes too
         # late sees that it does.
         self._board.clear(lease.slot)
-        self._unpin(lease.allocation)
+        lease.unpin()
         lease.ended.set()
         return True
-
-    def _pin(self, allocation: Allocation | Slice) -> None:
-        if isinstance(allocation, Slice):
-            allocation.pool.pin(allocation)
-        else:
-            self._store.pin(allocation)
-
-    def _unpin(self, allocation: Allocation | Slice) -> None:
-        if isinstance(allocation, Slice):
-            allocation.pool.unpin(allocation)
-        else:
-            self._store.unpin(allocation)

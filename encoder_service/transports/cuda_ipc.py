@@ -46,7 +46,7 @@ class CudaIpc:
         Raises Unavailable where a lease ended by its time alone, or with the worker whose memory it was.
         """
         with ExitStack() as held:
-            leases = [(each, held.enter_context(self._leases.take(each, host.grant))) for each in covering(run)]
+            leases = [(each, held.enter_context(self._leases.take_slice(each, host.grant))) for each in covering(run)]
             first = run.first
             for each, lease in leases:
                 handle = self._handle(each, lease)

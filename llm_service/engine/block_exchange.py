@@ -27,27 +27,41 @@ class BlockExchange:
         self._lent: dict[int, list[bytes]] = {}
         self._awaited: dict[int, tuple[list[bytes], list[int]]] = {}
 
-    def find(self, message: FindBlocks) -> None:
+    def take(self, message: FindBlocks | LendBlocks | BlocksRead | AwaitBlocks | BlocksArrived) -> None:
+        """Does what the front asks for."""
+        match message:
+            case FindBlocks():
+                self._find(message)
+            case LendBlocks():
+                self._lend(message)
+            case BlocksRead():
+                self._read(message)
+            case AwaitBlocks():
+                self._await(message)
+            case BlocksArrived():
+                self._arrived(message)
+
+    def _find(self, message: FindBlocks) -> None:
         """Says how many of a prompt's blocks are cached."""
         self._send(BlocksAnswer(id=message.id, found=self._blocks.match_blocks(message.identities)))
 
-    def lend(self, message: LendBlocks) -> None:
+    def _lend(self, message: LendBlocks) -> None:
         """Has the host hold blocks to be read."""
         places = self._blocks.lend(message.identities)
         self._lent.setdefault(message.id, []).extend(message.identities[: len(places)])
         self._answer_behind(BlocksAnswer(id=message.id, places=places))
 
-    def read(self, message: BlocksRead) -> None:
+    def _read(self, message: BlocksRead) -> None:
         """They are read no more."""
         self._blocks.host.give_back(self._lent.pop(message.id, ()))
 
-    def expect(self, message: AwaitBlocks) -> None:
+    def _await(self, message: AwaitBlocks) -> None:
         """Sets places aside for blocks that come."""
         places = self._blocks.host.set_aside(len(message.identities))
         self._awaited[message.id] = message.identities[: len(places)], places
         self._answer_behind(BlocksAnswer(id=message.id, places=places))
 
-    def arrived(self, message: BlocksArrived) -> None:
+    def _arrived(self, message: BlocksArrived) -> None:
         """Lets prompts find what has come, and gives the other places back."""
         identities, places = self._awaited.pop(message.id, ([], []))
         self._blocks.host.filled(identities[: message.count], places)

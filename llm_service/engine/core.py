@@ -212,7 +212,8 @@ class EngineCore:
             case PullRows() | InvalidateRows() | UnmapPool():
                 self._steps.order(message)
             case FindBlocks() | LendBlocks() | BlocksRead() | AwaitBlocks() | BlocksArrived():
-                self._take_exchange(message)
+                assert self._exchange is not None, "blocks are exchanged"
+                self._exchange.take(message)
             case Flush():
                 answer = Flushed(self._scheduler.blocks.flush())
             case GetState():
@@ -220,20 +221,6 @@ class EngineCore:
         if answer is not None:
             self._report_blocks()
             self._link.send(answer)
-
-    def _take_exchange(self, message: FindBlocks | LendBlocks | BlocksRead | AwaitBlocks | BlocksArrived) -> None:
-        assert self._exchange is not None, "blocks are exchanged"
-        match message:
-            case FindBlocks():
-                self._exchange.find(message)
-            case LendBlocks():
-                self._exchange.lend(message)
-            case BlocksRead():
-                self._exchange.read(message)
-            case AwaitBlocks():
-                self._exchange.expect(message)
-            case BlocksArrived():
-                self._exchange.arrived(message)
 
     def _load_adapter(self, message: LoadAdapter) -> None:
         """Reads an adapter, while steps go on, and has every rank keep it between two of them."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from common import tasks
@@ -26,6 +28,15 @@ def rows_of(layout: PromptLayout, places: Sequence[tuple[int, int]]) -> list[Ite
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A request that an engine has, and what is called when all of its rows are here."""
+
+    engine: EngineClient
+    request: EngineRequest
+    on_complete: Callable[[], None]
+
+
 class MediaRows:
     """A context held by the request's task, around `take` and then `submit`; what was taken is given back on every way
     out: by the engine, once it has the request and reads its rows no longer, and else at the end of the context.
@@ -40,8 +51,8 @@ class MediaRows:
         self._used = list(fetches)
         self._entries: dict[int, CacheEntry] = {}
         self._layout = PromptLayout([], [])
-        self._request: EngineRequest | None = None
-        self._taken = self._released = self._left = False
+        self._submitted: _Submitted | None = None
+        self._taken = self._released = False
         self._covered = 0
         self._watched: list[tuple[CacheEntry, Watcher]] = []
         self._placing: asyncio.Task[None] | None = None
@@ -51,15 +62,14 @@ class MediaRows:
 
     async def __aexit__(self, *_: object) -> None:
         """The request has ended for its caller: nothing more is passed on, or placed."""
-        if self._request is None:
+        if self._submitted is None:
             self._release()
             if not self._taken:  # else their streams belong to what they fill
                 self._receiver.close(self._fetches)
             return
-        self._left = True
         self._unwatch()
-        self._request.on_rows_needed = None  # else each held the other, and this one the items' content
-        self._request = None
+        self._submitted.request.on_rows_needed = None  # else each held the other, and this one the items' content
+        self._submitted = None
         if self._placing is not None:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)
@@ -98,58 +108,57 @@ class MediaRows:
         """Hands the request to the engine, which from then on says when rows may be released: once it has computed the
         prompt's, as long as it does not ask for them again. Every row that lands is passed on to it, what it asks for,
         or has lost, is placed, and the request fails with its item; `on_complete` is called when all rows are here."""
-        request = self._request = engine.submit(add, self._release, max_handovers)
-
-        async def place() -> None:
-            try:
-                await self._place()
-                while any(entry.lost for entry in self._entries.values()):
-                    await self._place()  # one more engine has ended meanwhile
-            except TwinlensError as error:
-                request.fail(error)
-                return
-            engine.placed(request.id, self._places())
-            self._watch(engine, request, on_complete)
-
-        def rows_needed() -> None:
-            if self._left:  # the engine asked before it heard of that
-                return
-            if self._placing is not None and not self._placing.done():
-                return
-            self._placing = tasks.start(place(), "rows that the engine asked for")
-
-        def rows_read() -> None:
-            # The items' content stays, and counts in the request budget, until the request ends: if it is preempted, or
-            # its engine ends, it asks for its rows again, and an encoder that has evicted them makes them of that.
-            self._unwatch()
-            self._give_back()
-
-        request.on_rows_needed, request.on_rows_read = rows_needed, rows_read
-        self._watch(engine, request, on_complete)
+        request = engine.submit(add, self._release, max_handovers)
+        self._submitted = _Submitted(engine, request, on_complete)
+        request.on_rows_needed, request.on_rows_read = self._rows_needed, self._rows_read
+        self._watch(self._submitted)
         return request
 
-    def _watch(self, engine: EngineClient, request: EngineRequest, on_complete: Callable[[], None]) -> None:
-        def watcher(number: int, field: str) -> Watcher:
-            def tell(entry: CacheEntry) -> None:
-                if entry.lost and not request.held and request.on_rows_needed is not None:
-                    request.displace()
-                    request.on_rows_needed()
-                    return
-                if entry.error is not None:
-                    request.fail(entry.error_at(field))
-                    return
-                engine.landed(request.id, number, entry.landed)
-                if self.all_here:
-                    on_complete()
+    def _rows_needed(self) -> None:
+        """The engine asks for places, if it has not heard yet that the request has ended."""
+        if self._submitted is not None and (self._placing is None or self._placing.done()):
+            self._placing = tasks.start(self._place_again(self._submitted), "rows that the engine asked for")
 
-            return tell
+    def _rows_read(self) -> None:
+        """The engine has read all rows. The items' content stays, and counts in the request budget, until the request
+        ends: if it is preempted, or its engine ends, it asks for its rows again, and an encoder that has evicted them
+        makes them of that."""
+        self._unwatch()
+        self._give_back()
 
+    async def _place_again(self, submitted: _Submitted) -> None:
+        try:
+            await self._place()
+            while any(entry.lost for entry in self._entries.values()):
+                await self._place()  # one more engine has ended meanwhile
+        except TwinlensError as error:
+            submitted.request.fail(error)
+            return
+        submitted.engine.placed(submitted.request.id, self._places())
+        self._watch(submitted)
+
+    def _watch(self, submitted: _Submitted) -> None:
+        """Tells of each item how many of its rows are here, now and whenever more land."""
         for number, span in enumerate(self._layout.spans):
             if (entry := self._entries.get(span.item)) is not None:
-                tell = watcher(number, self._fetches[span.item].item.field)
+                tell = partial(self._tell, submitted, number, self._fetches[span.item].item.field)
                 entry.watchers.append(tell)
                 self._watched.append((entry, tell))
                 tell(entry)
+
+    def _tell(self, submitted: _Submitted, number: int, field: str, entry: CacheEntry) -> None:
+        """What has become of the rows of span `number`, whose item stands in this field of the request."""
+        request = submitted.request
+        if entry.lost and not request.held and request.on_rows_needed is not None:
+            request.displace()
+            request.on_rows_needed()
+            return
+        if entry.error is not None:
+            request.fail(entry.error_at(field))
+            return
+        submitted.engine.landed(request.id, number, entry.landed)
+        if self.all_here:
+            submitted.on_complete()
 
     def _places(self) -> list[tuple[int, int]]:
         """(offset, rows that have landed) of each span's item."""

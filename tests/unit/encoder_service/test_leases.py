@@ -103,8 +103,9 @@ async def test_the_board_is_cleared_before_anyone_may_write_there(
         stood.append(bench.stands(lease))
         unpin(allocation)
 
+    monkeypatch.setattr(bench.store, "unpin", watched)
     with bench.leases.take(bench.entry.allocation, b"reader") as lease:
-        monkeypatch.setattr(bench.store, "unpin", watched)
+        assert stood == []
     assert stood == [False]
 
 
