@@ -88,7 +88,7 @@ class TokenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class MediaSlot:
     """Where the item with this index stands: all of it, or, once it is expanded, its next `rows`; of a pruned video,
     those that are kept of its grid's next `grid_rows`."""
 
@@ -100,13 +100,13 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
+class SoundLength:
     """Where the seconds of the item with this index, a sound, stand as a text; below 0: it is not known yet whose."""
 
     item: int = -1
 
 
-Piece: TypeAlias = str | int | Slot | Length | list[int]
+Piece: TypeAlias = str | int | MediaSlot | SoundLength | list[int]
 """A text to be tokenized, a special token, a place for an item, or for a sound's length, or ids that are final."""
 
 

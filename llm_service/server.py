@@ -270,14 +270,34 @@ def _components(
     enabled = bool(config.lora_dir)
     adapters = Adapters(engine, model.names, config.max_loaded_loras, enabled=enabled, of_media=model.own_adapters)
     prefixes = Prefixes(lambda: engine.prefix_block)
-    parts = prompts, compiler, receiver, engine, prefixes, admission, sessions, meters, adapters, prefills
-    generator = Generator(*parts)
+    generator = Generator(
+        prompts=prompts,
+        compiler=compiler,
+        receiver=receiver,
+        engine=engine,
+        prefixes=prefixes,
+        admission=admission,
+        sessions=sessions,
+        meters=meters,
+        adapters=adapters,
+        prefills=prefills,
+    )
     meters.watch(admission, engine, encoder_cache, receiver, pool)
     meters.watch_prefills(prefills)
     meters.watch_adapters(adapters, engine)
     defaults = generation_config.read(checkpoint, config.generation_config, config.override_generation_config)
     embedder = Embedder.of(checkpoint, model.served.hidden_size)
-    chosen = adapters.find, adapters.of_media, Transcriber.of(checkpoint, prompts), embedder
+    requests = RequestReader(
+        config,
+        model.names,
+        prompts.vocab_size,
+        defaults,
+        prompts.modalities,
+        adapter=adapters.find,
+        own_adapter=adapters.of_media,
+        transcriber=Transcriber.of(checkpoint, prompts),
+        embedder=embedder,
+    )
     return Components(
         config=config,
         names=model.names,
@@ -285,7 +305,7 @@ def _components(
         digest=model.digest,
         kv_layout=model.kv_layout,
         longest=model.served.longest(config.max_context),
-        requests=RequestReader(config, model.names, prompts.vocab_size, defaults, prompts.modalities, *chosen),
+        requests=requests,
         prompts=prompts,
         embedder=embedder,
         reranker=Reranker.of(checkpoint, prompts),

@@ -18,9 +18,9 @@ from llm_service.engine.prompt_length import check_bytes, check_length
 from llm_service.generation_config import SamplingDefaults
 from llm_service.request import (
     ChatPrompt,
-    Length,
     LoadedAdapter,
     MediaItem,
+    MediaSlot,
     Message,
     Piece,
     PiecesPrompt,
@@ -28,7 +28,7 @@ from llm_service.request import (
     Request,
     ResumedChoice,
     SamplingParams,
-    Slot,
+    SoundLength,
     TextPrompt,
     TokenPrompt,
 )
@@ -162,10 +162,10 @@ class RequestReader:
                 case "ids":
                     yield [self._token(token, field) for token in piece.ids.ids]
                 case "slot" if slots < len(media):
-                    yield Slot(slots, media[slots].modality, self._token(piece.slot.token, field))
+                    yield MediaSlot(slots, media[slots].modality, self._token(piece.slot.token, field))
                     slots += 1
                 case "length_of" if piece.length_of < len(media):
-                    yield Length(piece.length_of)
+                    yield SoundLength(piece.length_of)
                 case _:
                     raise InvalidInput("a piece of the prompt is nothing", reason="EMPTY_PART", field=field)
         if slots != len(media):

@@ -47,11 +47,13 @@ class StateCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """Of adapters: what is `filled` before the step, (slot, adapter), and the slot of each sequence in it."""
+class StepAdapters:
+    """In which slots adapters are while a step is computed."""
 
     filled: list[tuple[int, int]]
-    each: list[int]
+    """Those that are put there before it: (slot, number of the adapter)."""
+    slots: list[int]
+    """Each sequence's slot, -1 for none."""
 
 
 def build(
@@ -59,7 +61,7 @@ def build(
     row_bytes: int,
     appended: list[Appended],
     copies: StateCopies | None = None,
-    adapters: Slots | None = None,
+    adapters: StepAdapters | None = None,
     proposals: Mapping[Sequence, int] | None = None,
 ) -> Step:
     """The next step for these sequences, whose tables became longer by what is `appended`. At most one token of each
@@ -74,11 +76,19 @@ def build(
         slots = [sequence.table.slot for sequence in work]
         plan = structs.replace(plan, slots=slots, restored=copies.before, passed=copies.within, kept=copies.after)
     if adapters is not None:
-        plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.each)
+        plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.slots)
     if proposals is not None:
         plan = structs.replace(plan, proposals=[_proposal(*each, proposals) for each in work.items()])
-    for_whom = batch.drawing, batch.prompt_logprobs, batch.prefill, batch.pooling, batch.embedded, batch.unsettled
-    return Step(plan, list(work.items()), *for_whom)
+    return Step(
+        plan,
+        list(work.items()),
+        drawing=batch.drawing,
+        prompt_logprobs=batch.prompt_logprobs,
+        prefill=batch.prefill,
+        pooling=batch.pooling,
+        embedded=batch.embedded,
+        unsettled=batch.unsettled,
+    )
 
 
 class _Batch:

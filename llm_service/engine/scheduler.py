@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 
 from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_number
 from llm_service.engine.adapter_slots import AdapterSlots
-from llm_service.engine.batch import Slots, StateCopies, Step, build
+from llm_service.engine.batch import StateCopies, Step, StepAdapters, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.finish import dead_end, finish_reason, never_at_once, never_whole, resumed_end
 from llm_service.engine.messages import Add, Complete, Failed, Pooled, PromptLogprobs, Started, State, Token
@@ -168,7 +168,8 @@ class Scheduler:
         copies = self._state_copies(schedule.num_scheduled_tokens) if self.blocks.state_slots else None
         appended = self.blocks.take_appended([sequence.table for sequence in schedule.num_scheduled_tokens])
         proposals = schedule.proposals if self.limits.proposes else None
-        step = build(schedule.num_scheduled_tokens, self._row_bytes, appended, copies, self._slots(schedule), proposals)
+        adapters = self._adapters(schedule)
+        step = build(schedule.num_scheduled_tokens, self._row_bytes, appended, copies, adapters, proposals)
         offloaded, loaded = self.blocks.host.take_copies()
         if offloaded or loaded:
             step.plan = structs.replace(step.plan, offloaded=offloaded, loaded=loaded)
@@ -187,14 +188,14 @@ class Scheduler:
             self._fail_dead_ends(step)
         return step, started
 
-    def _slots(self, schedule: Schedule) -> Slots | None:
+    def _adapters(self, schedule: Schedule) -> StepAdapters | None:
         """The adapters' slots in a step; None where no sequence in it has one."""
         adapters = [sequence.adapter for sequence in schedule.num_scheduled_tokens]
         if not any(adapters):
             return None
         running = {sequence.adapter for sequence in self._queues.running}
         filled = self.adapter_slots.assign(adapters, running)
-        return Slots(filled, [self.adapter_slots.slot(adapter) for adapter in adapters])
+        return StepAdapters(filled, [self.adapter_slots.slot(adapter) for adapter in adapters])
 
     def _check(self) -> None:
         """Has those whose grammar is ready take it. Ends resumed sequences whose output ends them, and fails those that

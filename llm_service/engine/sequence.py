@@ -33,7 +33,7 @@ class WaitReason(enum.Enum):
 
     GRAMMAR = enum.auto()
     """Its matcher has not been taken in: it is on its way, or has just come."""
-    ROWS = enum.auto()
+    MEDIA_ROWS = enum.auto()
     """The next media row has not landed; or its caller has not taken the logprobs of its prompt that there are."""
     PLACEMENT = enum.auto()
     """Its items have no places in the row arena."""
@@ -307,7 +307,7 @@ class Sequence:
     def wait_for_rows(self) -> None:
         """Nothing can be computed until another row lands."""
         if self._waits_for is None:
-            self._waits_for = WaitReason.ROWS
+            self._waits_for = WaitReason.MEDIA_ROWS
 
     def take_prompt_logprobs(self, before: int) -> None:
         """Its caller has taken the logprobs of the prompt's tokens before this one."""
@@ -320,7 +320,7 @@ class Sequence:
 
     def rows_landed(self) -> None:
         """A row has landed."""
-        if self._waits_for is WaitReason.ROWS:
+        if self._waits_for is WaitReason.MEDIA_ROWS:
             self._waits_for = None
 
     def items_placed(self) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -297,6 +297,19 @@ def _within(settings: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     return {**settings, "added_tokens": known, "model": {**settings["model"], "vocab": words}}
 
 
+@dataclass(order=True, slots=True)
+class _Asked:
+    """A matcher that is to be made, behind those that are before it."""
+
+    cost: int
+    """Bytes that it holds, and more for each that was asked for before."""
+    number: int
+    """Tells those of one cost apart."""
+    form: Form = field(compare=False)
+    output: Sequence[int] = field(compare=False)
+    future: Future[Matcher] = field(compare=False)
+
+
 class Matchers:
     """Makes matchers in a thread of its own: compiling lets other threads run, and may take most of a second. `made` is
     called in that thread whenever there is one more. What takes least is made first, by the bytes that it holds: a
@@ -308,7 +321,7 @@ class Matchers:
         self._made = made
         self._thread = ThreadPoolExecutor(1, "matchers")
         self._lock = threading.Lock()
-        self._asked: list[tuple[int, int, Form, Sequence[int], Future[Matcher]]] = []
+        self._asked: list[_Asked] = []
         self._count = 0
 
     def __call__(self, form: Form, output: Sequence[int] = ()) -> Future[Matcher]:
@@ -318,26 +331,26 @@ class Matchers:
         future.add_done_callback(lambda _: self._made())
         with self._lock:
             self._count += 1
-            heapq.heappush(self._asked, (form.bytes + self._count * _LEAST, self._count, form, output, future))
+            heapq.heappush(self._asked, _Asked(form.bytes + self._count * _LEAST, self._count, form, output, future))
         self._thread.submit(self._make)
         return future
 
     def _make(self) -> None:
         """Makes the one that is next."""
         with self._lock:
-            _, _, form, output, future = heapq.heappop(self._asked)
-        if not future.set_running_or_notify_cancel():
+            asked = heapq.heappop(self._asked)
+        if not asked.future.set_running_or_notify_cancel():
             return
         try:
-            matcher = self._structures.matcher(form)
-            if not all(map(matcher.consume_token, output)):
+            matcher = self._structures.matcher(asked.form)
+            if not all(map(matcher.consume_token, asked.output)):
                 raise InvalidInput(
                     "the answer so far does not have the form that it must have", reason="BAD_RESUME", field="resume"
                 )
         except BaseException as error:  # noqa: BLE001 - it is raised where the matcher is asked for
-            future.set_exception(error)
+            asked.future.set_exception(error)
         else:
-            future.set_result(matcher)
+            asked.future.set_result(matcher)
 
 
 def _grammar(structure: Structure) -> str:

@@ -139,8 +139,9 @@ class EagleDecoder(DraftHead):
         at_places: Sequence[Any] | None = None,
     ) -> Tensor:
         """See `Decoder.forward`; [n, hidden] is what its next step goes on from."""
-        given = hidden, positions, caches, batches, None, places
-        return super().forward(*given, token_ids=token_ids, at_places=at_places)
+        return super().forward(
+            hidden, positions, caches, batches, None, places, token_ids=token_ids, at_places=at_places
+        )
 
     def _ended(self, hidden: Tensor, residual: Tensor | None, taken: dict[int, Tensor]) -> Tensor:
         if self._gives_normed:

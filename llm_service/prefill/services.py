@@ -23,7 +23,7 @@ from common.rpc.resolver import Resolver
 from common.wire import crc32c
 from llm_service.encoders.breaker import Breaker
 from llm_service.engine_client.block_places import AwaitedBlocks, BlockPlaces
-from llm_service.request import Length, Piece, Request, Slot
+from llm_service.request import MediaSlot, Piece, Request, SoundLength
 from twinlens.v1 import llm_pb2, media_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub
 
@@ -253,9 +253,9 @@ def _piece(piece: Piece) -> llm_pb2.PromptPiece:
             return llm_pb2.PromptPiece(text=piece)
         case int():
             return llm_pb2.PromptPiece(token=piece)
-        case Slot():
+        case MediaSlot():
             return llm_pb2.PromptPiece(slot=llm_pb2.MediaSlot(token=piece.token))
-        case Length():
+        case SoundLength():
             return llm_pb2.PromptPiece(length_of=piece.item)
         case _:
             return llm_pb2.PromptPiece(ids=llm_pb2.TokenIds(ids=piece))

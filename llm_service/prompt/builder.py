@@ -27,13 +27,13 @@ from llm_service.prompt.strict_calls import calls_or_form, strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import (
     ChatPrompt,
-    Length,
+    MediaSlot,
     Piece,
     PiecesPrompt,
     Prompt,
     PromptLayout,
     Run,
-    Slot,
+    SoundLength,
     Span,
     Structure,
     TextPrompt,
@@ -226,7 +226,7 @@ class PromptBuilder:
                 ids.append(piece)
             elif isinstance(piece, list):
                 ids.extend(piece)
-            elif isinstance(piece, Slot):
+            elif isinstance(piece, MediaSlot):
                 self._place(piece, headers[piece.item], ids, spans)
         ids.extend(self._tokenize(text, first=first) if text else ())
         where, mrope_delta = positions(ids, spans, self._media_layout)
@@ -238,7 +238,7 @@ class PromptBuilder:
             longest = self._turns_at + 1 - mrope_delta
         return PromptLayout(ids, spans, where.tobytes(), mrope_delta, longest)
 
-    def _place(self, slot: Slot, header: Header, ids: list[int], spans: list[Span]) -> None:
+    def _place(self, slot: MediaSlot, header: Header, ids: list[int], spans: list[Span]) -> None:
         """Appends an item's next run of rows. Raises DataLoss where an encoder has them stand for no token."""
         if not 0 <= slot.token < self.vocab_size:
             raise DataLoss("an encoder has rows stand for a token that is none")
@@ -252,10 +252,10 @@ class PromptBuilder:
         """With what its family puts there in the stead of each slot."""
         seen = Counter[Modality]()
         for piece in pieces:
-            if isinstance(piece, Length):
+            if isinstance(piece, SoundLength):
                 yield f"{headers[piece.item].seconds_per_grid:.2f}"
                 continue
-            if not isinstance(piece, Slot):
+            if not isinstance(piece, MediaSlot):
                 yield piece
                 continue
             header, at = headers[piece.item], 0
@@ -302,7 +302,7 @@ class PromptBuilder:
 
     def _framed(self, pieces: list[Piece]) -> list[Piece]:
         """With what transformers' processor sets into a prompt."""
-        last = max((place for place, piece in enumerate(pieces) if isinstance(piece, Slot)), default=None)
+        last = max((place for place, piece in enumerate(pieces) if isinstance(piece, MediaSlot)), default=None)
         if self._frame is None or (last is None and not self._frame.always):
             return pieces
         begin, behind, end = map(self._split, (self._frame.begin, self._frame.behind, self._frame.end))
@@ -317,7 +317,7 @@ class PromptBuilder:
         found: list[Modality] = []
         for piece in self._one_for_each(pieces):
             if isinstance(piece, int) and (modality := self._media.placeholders.get(piece)) is not None:
-                out.append(Slot(len(found), modality, piece))
+                out.append(MediaSlot(len(found), modality, piece))
                 found.append(modality)
             else:
                 out.append(piece)
@@ -347,17 +347,17 @@ class PromptBuilder:
         if not self._length_mark:
             return self._split(text)
         first, *others = map(self._split, text.split(self._length_mark))
-        return [*first, *(piece for other in others for piece in (Length(), *other))]
+        return [*first, *(piece for other in others for piece in (SoundLength(), *other))]
 
     def _with_lengths(self, pieces: list[Piece], field: str) -> list[Piece]:
         """With whose lengths they are: those of the prompt's sounds, in order. Without a sound the mark is a text."""
-        sounds = [piece.item for piece in pieces if isinstance(piece, Slot) and piece.modality is Modality.AUDIO]
-        wanted = sum(isinstance(piece, Length) for piece in pieces)
+        sounds = [piece.item for piece in pieces if isinstance(piece, MediaSlot) and piece.modality is Modality.AUDIO]
+        wanted = sum(isinstance(piece, SoundLength) for piece in pieces)
         if sounds and wanted > len(sounds):
             why = f"the prompt has places for the lengths of {wanted} sounds, and {len(sounds)} sounds"
             raise InvalidInput(why, reason="PLACEHOLDER_MISMATCH", field=field)
-        lengths: Iterator[Piece] = iter(map(Length, sounds) if sounds else [self._length_mark] * wanted)
-        return [next(lengths) if isinstance(piece, Length) else piece for piece in pieces]
+        lengths: Iterator[Piece] = iter(map(SoundLength, sounds) if sounds else [self._length_mark] * wanted)
+        return [next(lengths) if isinstance(piece, SoundLength) else piece for piece in pieces]
 
     def _split(self, text: str) -> list[Piece]:
         """Cuts a text at its special tokens."""

@@ -44,8 +44,8 @@ class Drafting:
     ) -> DraftModel:
         """It with room for so many blocks; `attention` as `Caches` takes it."""
         decoder = self.decoder
-        made = decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device
-        runner = ModelRunner(decoder, arena, Caches(*made, attention=attention))
+        caches = Caches(decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device, attention=attention)
+        runner = ModelRunner(decoder, arena, caches)
         words = decoder.config.vocab_size, self.vocab_size
         if isinstance(decoder, DraftHead):
             return HeadProposer(runner, decoder, *words, takes_rows=self.takes_rows)

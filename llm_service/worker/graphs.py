@@ -164,11 +164,23 @@ class GraphNumbers:
         packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         rooms = zip(packed.split(sizes), shapes, strict=True)
         views = [room[: math.prod(shape)].view(shape) for room, shape in rooms]
-        positions, own, slots, starts, lengths, prompts, tile_list, *works = views
+        positions, rows, slots, starts, lengths, prompts, tile_list, *works = views
         decode_work = WorkList(works[0], works[1], works[2], singles + wanted, 2 * wanted)
         tile_work = WorkList(works[3], works[4], works[5], tiles + wanted, 2 * wanted)
-        first = positions, own, slots, starts, lengths, prompts, tile_list
-        made = cls(null_slot, packed, *first, decode_work, tile_work, tiling)
+        made = cls(
+            null_slot,
+            packed,
+            positions=positions,
+            rows=rows,
+            slot_mapping=slots,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            prompts=prompts,
+            tiles=tile_list,
+            decode_work=decode_work,
+            tile_work=tile_work,
+            tiling=tiling,
+        )
         made.slot_mapping.fill_(null_slot)
         made.tiles.fill_(-1)
         for work in (decode_work, tile_work):
@@ -396,8 +408,15 @@ class GraphRunner:
             longest = 1 + self._bounds.drafts
             tiling = replace(tiling, tile=min(tiling.tile, longest), singles=False)
         most = 0 if kind is GraphKind.DECODE else tokens // tiling.tile + sequences
-        given, rows = (tokens, sequences, most, tiling, self._null_slot), self._decoder.position_rows
-        numbers = GraphNumbers.padding(*given, self._decoder.device, position_rows=rows)
+        numbers = GraphNumbers.padding(
+            tokens,
+            sequences,
+            most,
+            tiling,
+            self._null_slot,
+            self._decoder.device,
+            position_rows=self._decoder.position_rows,
+        )
         metadata = numbers.metadata(buffers.block_table, longest_query=longest, longest=self._bounds.context)
         hidden, out = buffers.hidden[:tokens], buffers.out[:tokens]
         deep = kind is GraphKind.PREFILL and len(buffers.deep) > 0
@@ -408,8 +427,8 @@ class GraphRunner:
         tiles = adapters.tiles(tokens) if adapters is not None and adapted else None
 
         def run() -> None:
-            given = hidden, numbers.positions, self._caches.layers, batches, levels
+            layers, token_ids = self._caches.layers, buffers.token_ids[:tokens]
             with nullcontext() if adapters is None else adapters.over(tiles):
-                out.copy_(self._decoder(*given, token_ids=buffers.token_ids[:tokens]))
+                out.copy_(self._decoder(hidden, numbers.positions, layers, batches, levels, token_ids=token_ids))
 
         return Graph(kind, tokens, numbers, [*states.values()], tiles, deep, capture(run))

@@ -18,7 +18,7 @@ from common.transfer import ToHost, to_device
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
-from llm_service.models.decoder import Decoder
+from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.plan import Draw, Masks, StepPlan, StepResult, TokenLogprobs, no_masks, with_masks
@@ -99,6 +99,21 @@ class Launched:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """What came of the model's part of a step."""
+
+    hidden: Tensor
+    """[n, hidden] of all places, where somebody reads them; else as `wanted`."""
+    wanted: Tensor
+    """[m, hidden] of the places that are wanted (`StepPlan.wanted`)."""
+    prompt_logprobs: list[list[TokenLogprobs]]
+    extracted: Tensor
+    """[n, …]: what the decoder `extracts`, else `hidden`."""
+    replayed: bool
+    """A graph computed it."""
+
+
 class ModelRunner:
     """One rank: the weights, and what layers keep of sequences; steps are eager until `capture` has made `graphs`. It
     has slots for `adapters` and a `host_cache` of KV blocks where either is served, and a `core_share` where other
@@ -126,7 +141,6 @@ class ModelRunner:
         self.core_share = core_share
         self.graphs: GraphRunner | None = None
         self._keeps_hidden = keeps_hidden
-        self._replayed = False
         self._tables = DeviceTables(caches.block_size, decoder.device)
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
@@ -172,9 +186,10 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int, agree: Callable[[int], int]) -> None:
         """Captures graphs of batches within bounds; see `GraphRunner`. Nothing may be in the way (`not_capturable`)."""
-        given = self._decoder, self.caches, bounds, capture
-        captured = self.adapters if isinstance(self.adapters, RankAdapters) else None
-        self.graphs = GraphRunner(*given, max_bytes=max_bytes, agree=agree, adapters=captured)
+        adapters = self.adapters if isinstance(self.adapters, RankAdapters) else None
+        self.graphs = GraphRunner(
+            self._decoder, self.caches, bounds, capture, max_bytes=max_bytes, agree=agree, adapters=adapters
+        )
 
     def adapt(self, order: AdapterOrder) -> None:
         """Keeps this rank's share of an adapter, or lets go of it. Only where there are slots for any."""
@@ -199,24 +214,31 @@ class ModelRunner:
         began = time.perf_counter()
         proposed: Callable[[], list[list[int]]] = list
         with self.core_share.computing() if self.core_share is not None else nullcontext():
-            hidden, wanted, logprobs, extracted = self._forward(plan, previous)
-            drawn = self._drawn(plan, wanted[: len(plan.draws)], masks) if plan.draws else None
-            pooled = self._pool(plan, hidden, wanted) if plan.pools else None
+            forwarded = self._forward(plan, previous)
+            drawn = self._drawn(plan, forwarded.wanted[: len(plan.draws)], masks) if plan.draws else None
+            pooled = self._pool(plan, forwarded) if plan.pools else None
             if self.proposer is not None:
                 chosen: list[int] = [] if drawn is None else drawn.tokens.tolist()
-                proposed = self.proposer.propose(plan, chosen, extracted)
+                proposed = self.proposer.propose(plan, chosen, forwarded.extracted)
         if drawn is not None:
             self._choose(drawn.tokens, known=plan.greedy)
         if previous is not None:
-            self.last_hidden = hidden
-        device, replayed = self._decoder.device, self._replayed
-        return Launched(drawn, logprobs, device, began=began, replayed=replayed, proposed=proposed, pooled=pooled)
+            self.last_hidden = forwarded.hidden
+        return Launched(
+            drawn,
+            forwarded.prompt_logprobs,
+            self._decoder.device,
+            began=began,
+            replayed=forwarded.replayed,
+            proposed=proposed,
+            pooled=pooled,
+        )
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
         """The same on a rank that does not draw: where it does not find the tokens, it gets them when a plan carries
         them over."""
-        wanted = self._forward(plan)[1][: len(plan.draws)]
+        wanted = self._forward(plan).wanted[: len(plan.draws)]
         if plan.greedy and plan.draws:
             self._choose(self._decoder.likeliest(wanted), known=True)
         elif plan.draws:
@@ -230,11 +252,12 @@ class ModelRunner:
         logits = self._decoder.logits(hidden)  # first: other ranks compute their part without masks
         return self._draw(logits, with_masks(plan.draws, masks), self._chosen)
 
-    def _pool(self, plan: StepPlan, hidden: Tensor, wanted: Tensor) -> Tensor:
-        """What the plan's pools ask for, float32 [pools, hidden], of what `_forward` gives."""
+    def _pool(self, plan: StepPlan, forwarded: _Forwarded) -> Tensor:
+        """What the plan's pools ask for, float32 [pools, hidden]."""
+        hidden = forwarded.hidden
         if self._keeps_all(plan):
             return torch.stack([hidden[each.at : each.at + each.count].float().sum(0) for each in plan.pools])
-        return wanted[len(plan.draws) :].float()
+        return forwarded.wanted[len(plan.draws) :].float()
 
     def offload(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies KV blocks to the host, (block, place) each, and waits until that, and whatever was begun before it, is
@@ -248,11 +271,8 @@ class ModelRunner:
         than their number."""
         self._chosen, self._known = tokens, known
 
-    def _forward(
-        self, plan: StepPlan, previous: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, list[list[TokenLogprobs]], Tensor]:
-        """Hidden states, of all places where somebody reads them; those at the places that are wanted
-        (`StepPlan.wanted`); its prompt logprobs; and what the decoder `extracts`, else the hidden states again."""
+    def _forward(self, plan: StepPlan, previous: Tensor | None = None) -> _Forwarded:
+        """All of a step up to where somebody draws or pools."""
         deep = bool(plan.rows) and self.arena.levels > 1
         if self.adapters is not None:
             self.adapters.begin(plan)
@@ -278,20 +298,38 @@ class ModelRunner:
             out = self.graphs.replay(graph, hidden, moved.read, self._tables, longest, deepstack, ids)
             out = out if moved.places is None else out[moved.places]
         else:
-            given = hidden, moved.positions, self.caches.layers, self._batches(plan, moved), deepstack, moved.places
-            if isinstance(self._decoder, HfDecoder):
-                out = self._decoder(*given, token_ids=token_ids)
-            else:
-                fewer = moved.places is not None and deepstack is None and self._decoder.config.shared_layers > 0
-                at_places = self._at_places(plan) if fewer else None
-                out = self._decoder(*given, token_ids=self._ids_of_layers(plan, token_ids), at_places=at_places)
+            out = self._eager(plan, moved, hidden, deepstack, token_ids)
         self.caches.copy_states(plan.kept)
-        self._replayed = graph is not None
         extracted = out
         if out.shape[1] > (size := self._decoder.hidden_size):
             out, extracted = out[:, :size], out[:, size:]
         logprobs = prompt_logprobs(out, plan.prompt_logprobs, self._decoder.logits)
-        return out, out[moved.wanted] if self._keeps_all(plan) else out, logprobs, extracted
+        wanted = out[moved.wanted] if self._keeps_all(plan) else out
+        return _Forwarded(out, wanted, logprobs, extracted, replayed=graph is not None)
+
+    def _eager(
+        self, plan: StepPlan, moved: _Moved, hidden: Tensor, deepstack: Deepstack | None, token_ids: Tensor
+    ) -> Tensor:
+        """The model's layers, kernel by kernel."""
+        batches, places = self._batches(plan, moved), moved.places
+        out: Tensor
+        if isinstance(self._decoder, HfDecoder):
+            out = self._decoder(
+                hidden, moved.positions, self.caches.layers, batches, deepstack, places, token_ids=token_ids
+            )
+        else:
+            fewer = places is not None and deepstack is None and self._decoder.config.shared_layers > 0
+            out = self._decoder(
+                hidden,
+                moved.positions,
+                self.caches.layers,
+                batches,
+                deepstack,
+                places,
+                token_ids=self._ids_of_layers(plan, token_ids),
+                at_places=self._at_places(plan) if fewer else None,
+            )
+        return out
 
     def _ids_of_layers(self, plan: StepPlan, token_ids: Tensor) -> Tensor | None:
         """See `Decoder.ids_of_layers`; transformers' tells rows by their tokens."""
@@ -320,8 +358,8 @@ class ModelRunner:
             told = [(each.context, each.count, each.answered, each.row) for each in plan.chunks]
             contexts, counts, answered, rows = np.array(told).T
             tiling = self.caches.tiling if graph is None else graph.tiling
-            sequences = contexts, counts, answered, rows, self._tables.host, self.caches.block_size
-            batch = BatchNumbers.of(*sequences, tiling)
+            size = self.caches.block_size
+            batch = BatchNumbers.of(contexts, counts, answered, rows, self._tables.host, size, tiling)
             arrays = AttentionMetadata.arrays(batch)
             read = [rows, *arrays] if graph is None else graph.of(plan, batch, positions, rows)
         else:

@@ -15,7 +15,15 @@ from common.media.item import Embedding, Key, Modality, Pixels, Url
 from llm_service.config import LlmConfig
 from llm_service.convert.requests import RequestReader
 from llm_service.generation_config import SamplingDefaults, sampling_defaults
-from llm_service.request import ChatPrompt, Length, MediaItem, PiecesPrompt, ResumedChoice, SamplingParams, Slot
+from llm_service.request import (
+    ChatPrompt,
+    MediaItem,
+    MediaSlot,
+    PiecesPrompt,
+    ResumedChoice,
+    SamplingParams,
+    SoundLength,
+)
 from twinlens import v1
 from twinlens.v1 import llm_pb2
 
@@ -376,7 +384,7 @@ def test_a_prompt_of_another_service_is_taken_as_it_was_cut() -> None:
     length = llm_pb2.PromptPiece(length_of=0)
     asked = prefill(token, text, SLOT, length, ids, media=[KEYED], cache_salt="ours", priority=2, request_id="one")
     read = requests().read_prefill(asked, None, CONTEXT)
-    assert read.prompt == PiecesPrompt((3, "Hi", Slot(0, Modality.IMAGE, 7), Length(0), [1, 2]))
+    assert read.prompt == PiecesPrompt((3, "Hi", MediaSlot(0, Modality.IMAGE, 7), SoundLength(0), [1, 2]))
     assert (read.sampling.max_tokens, read.salt, read.priority, read.id) == (1, "ours", 2, "one")
     assert [item.source for item in read.media] == [Key(bytes(32))]
 
