@@ -145,7 +145,9 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     max_queued_items: int = option(
         1024, "items held at once; further ones are refused", minimum=1, group="what may wait"
     )
-    max_queued_bytes: int = option(1 << 30, "media bytes held at once", parse=size, minimum=1)
+    max_queued_bytes: int = option(
+        1 << 30, "bytes of media held at once, those of downloads under way included", parse=size, minimum=1
+    )
 
     def validate(self) -> None:
         """Raises ValueError where options contradict each other."""

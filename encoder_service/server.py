@@ -22,6 +22,7 @@ from common.processes import ChildDied
 from common.rpc.server import GrpcServer
 from common.wire import DType, RowLayout
 from encoder_service.config import EncoderConfig
+from encoder_service.engine.admission import Admission
 from encoder_service.engine.content import Contents
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.dispatch import Dispatcher
@@ -125,8 +126,9 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         rows = EmbeddingStore(store, model.layout.row_bytes, registered=bool(config.nixl))
         tier = _tier(config, rows, model.layout)
         media = _media_loader(config, model, planner, Staging(staging), rows, decoders)
-        pipeline = Pipeline(media, rows, dispatcher, Contents(Fetcher(config), config, digest), tier)
-        encoder = EncoderEngine(pipeline, digest, items=config.max_queued_items, size=config.max_queued_bytes)
+        admission = Admission(config.max_queued_items, config.max_queued_bytes)
+        contents = Contents(Fetcher(config), config, digest, admission)
+        encoder = EncoderEngine(Pipeline(media, rows, dispatcher, contents, tier), digest, admission)
         link = await running.enter_async_context(_link(config, model, rows, dispatcher.pools, nixl))
         _describe(meters, model, digest)
         meters.watch(encoder, link)

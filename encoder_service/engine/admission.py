@@ -10,12 +10,14 @@ from common.errors import Exhausted
 
 
 class Reservation:
-    """Bytes that a caller's item holds, inside `Admission.reserve`, or that are held for everyone who wants it."""
+    """Bytes that count as held until the last of its holders has let go: a caller, inside `Admission.reserve`, others
+    who want what they are, and what is made of them."""
 
     def __init__(self, admission: Admission, size: int, field: str) -> None:
         self._admission = admission
         self._field = field
         self.size = size
+        self.holders = 1
 
     def resize(self, size: int) -> None:
         """The item holds this many bytes after all; raises Exhausted where that is too much."""
@@ -24,10 +26,16 @@ class Reservation:
         self._admission.bytes += size - self.size
         self.size = size
 
-    def take_over(self, other: Reservation) -> None:
-        """What the other one held is held by this one from now on."""
-        self.size += other.size
-        other.size = 0
+    def hold(self) -> Reservation:
+        """One more holds it; returns itself."""
+        self.holders += 1
+        return self
+
+    def let_go(self) -> None:
+        """One of its holders does so no more."""
+        self.holders -= 1
+        if not self.holders:
+            self.resize(0)
 
 
 class Admission:
@@ -55,12 +63,12 @@ class Admission:
             yield reservation
         finally:
             self.items -= 1
-            self.bytes -= reservation.size
+            reservation.let_go()
             if not self.items:
                 self._empty.set()
 
     def for_all(self, field: str) -> Reservation:
-        """One that holds nothing yet, and no item's place, for content that stays when whoever brought it leaves."""
+        """One of nothing yet, and of no item's place, for content that stays when whoever brought it leaves."""
         return Reservation(self, 0, field)
 
     def check_bytes(self, size: int, field: str, *, of_which_held: int = 0) -> None:

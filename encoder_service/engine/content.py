@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from common.errors import TwinlensError, without_traces
 from common.media import data_url
 from common.media.identity import content_key, sized
-from common.media.item import Encoded, Key, Modality, Url
-from encoder_service.engine.single_flight import SingleFlight
+from common.media.item import Key, Url
+from encoder_service.engine.admission import Admission, Reservation
+from encoder_service.engine.downloads import Downloads
 from encoder_service.item import Item
 from encoder_service.media.checks import check_item
 from encoder_service.media.fetch import Fetcher
@@ -17,13 +19,14 @@ from encoder_service.media.modalities import SPECS
 
 
 class Contents:
-    """Brings what items name, and names what they bring. `digest` is the tower's."""
+    """Brings what items name, for which `admission` has room, and names what they bring. `digest` is the tower's."""
 
-    def __init__(self, fetcher: Fetcher, media_limits: MediaLimits, digest: str) -> None:
+    def __init__(self, fetcher: Fetcher, media_limits: MediaLimits, digest: str, admission: Admission) -> None:
         self._fetcher = fetcher
         self._limits = media_limits
         self._digest = digest
-        self._downloads: SingleFlight[tuple[str, str, Modality], bytearray] = SingleFlight()
+        self._admission = admission
+        self._downloads = Downloads(fetcher, admission)
 
     def check(self, item: Item) -> None:
         """Checks what can be checked at once. Raises InvalidInput, or Forbidden for an address that is not allowed."""
@@ -31,26 +34,35 @@ class Contents:
         if isinstance(item.source, Url) and not data_url.is_data(item.source.address):
             self._fetcher.check(item.source.address, f"{item.field}.url")
 
-    async def fetched(self, item: Item) -> Item:
-        """The item with its content in the place of its address. Raises as `Fetcher.fetch` and `check_item`."""
+    @asynccontextmanager
+    async def fetched(self, item: Item, own: Reservation | None) -> AsyncIterator[tuple[Item, Reservation]]:
+        """The item with its content in the place of its address, and the room of that, which others may hold beyond the
+        block. `own` is of a caller who is still there, and holds the address. Raises as `Downloads.content` and
+        `check_item`."""
+        assert isinstance(item.source, Url)
+        if data_url.is_data(item.source.address):
+            room = own.hold() if own is not None else self._admission.for_all(item.field)
+            try:
+                yield await self._decoded(item), room
+            finally:
+                room.let_go()
+            return
+        if own is not None:
+            own.resize(0)  # what counts from now on is what is there
+        max_bytes = SPECS[item.modality].max_bytes(self._limits)
+        async with self._downloads.content(item, max_bytes) as (content, room):
+            yield self._checked(dataclasses.replace(item, source=content)), room
+
+    async def _decoded(self, item: Item) -> Item:
+        """The content of an address that holds it."""
         assert isinstance(item.source, Url)
         address, field = item.source.address, f"{item.field}.url"
-        content: Encoded
-        if data_url.is_data(address):
-            content, stated = await sized(data_url.decode, address, field, size=len(address))
-            item = dataclasses.replace(item, mime_type=item.mime_type or stated)
-        else:
-            limit = SPECS[item.modality].max_bytes(self._limits)
-            try:
-                content = await self._downloads.run(
-                    (address, item.salt, item.modality),
-                    lambda: self._fetcher.fetch(address, limit, field, item.caller),
-                )
-            except TwinlensError as shared:
-                raise without_traces(shared).at(field) from None
-        brought = dataclasses.replace(item, source=content)
-        check_item(brought, self._limits)
-        return brought
+        content, stated = await sized(data_url.decode, address, field, size=len(address))
+        return self._checked(dataclasses.replace(item, source=content, mime_type=item.mime_type or stated))
+
+    def _checked(self, item: Item) -> Item:
+        check_item(item, self._limits)
+        return item
 
     async def key(self, item: Item) -> bytes:
         """The content key of an item that holds its content."""
@@ -61,4 +73,4 @@ class Contents:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where, at idle, a download goes on."""
-        assert not self._downloads.running, "a download has no end"
+        self._downloads.check_integrity()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from common import log, tasks
@@ -31,18 +31,18 @@ _log = log.get("encode")
 class EncoderEngine:
     """The engine. It owns none of its parts; the server starts and stops them.
 
-    At most `items` items and `size` bytes of media are held at once. A video of which some is computed goes on for
+    At most as much as `admission` has room for is held at once. A video of which some is computed goes on for
     `linger` seconds after its last caller has left. `counts` are totals since start.
     """
 
-    def __init__(self, pipeline: Pipeline, digest: str, *, items: int, size: int, linger: float = _LINGER) -> None:
+    def __init__(self, pipeline: Pipeline, digest: str, admission: Admission, *, linger: float = _LINGER) -> None:
         self.pipeline = pipeline
         self.digest = digest
         self.counts = pipeline.counts
         self._store = pipeline.store
         self._contents = pipeline.contents
         self._linger = linger
-        self._admission = Admission(items, size)
+        self._admission = admission
         self._flights: dict[FlightKey, Flight] = {}
         self._running: set[asyncio.Task[None]] = set()
         """Flights, those that nobody wants any more until they have ended as well, and prefetches."""
@@ -69,24 +69,26 @@ class EncoderEngine:
         Raises what `Contents.fetched` does, NotFound for a key that is not here, Unavailable where nothing can be
         computed, and whatever else the item fails with.
         """
-        item = ticket.item
-        # 1. What an address gave before may be here still. If it is not, it is fetched, once for all who want it.
-        if isinstance(item.source, Url):
-            if item.source.known_key and await self._is_known(ticket, item.source):
-                return await ticket.header()
-            with ticket.times.timed("fetch"):
-                item = await self._contents.fetched(item)
-        # 2. The key.
-        if isinstance(item.source, Key):
-            key = item.source.value
-        else:
-            with ticket.times.timed("hash"):
-                key = await self._contents.key(item)
-        # 3. An entry of the store, or a flight.
-        self._look_up(ticket, item, key)
-        if ticket.flight is not None and ticket.flight.item is item:
-            ticket.reservation.resize(item.size)
-            ticket.flight.content.take_over(ticket.reservation)
+        item, room = ticket.item, ticket.reservation
+        async with AsyncExitStack() as fetched:
+            # 1. What an address gave before may be here still. If it is not, it is fetched, once for all who want it.
+            if isinstance(item.source, Url):
+                if item.source.known_key and await self._is_known(ticket, item.source):
+                    return await ticket.header()
+                with ticket.times.timed("fetch"):
+                    item, room = await fetched.enter_async_context(self._contents.fetched(item, room))
+            # 2. The key.
+            if isinstance(item.source, Key):
+                key = item.source.value
+            else:
+                with ticket.times.timed("hash"):
+                    key = await self._contents.key(item)
+            # 3. An entry of the store, or a flight.
+            self._look_up(ticket, item, key)
+            if ticket.flight is not None and ticket.flight.item is item:
+                room.resize(item.size)  # where it was an address, that is not held beside the content
+                ticket.flight.holds(room)
+            del item  # content that another has brought already is not held beside his
         # 4. The header, which the flight learns.
         return await ticket.header()
 
@@ -172,8 +174,7 @@ class EncoderEngine:
         """The flight of a key, which one more caller holds from now on."""
         flight = self._flights.get(_name(key, item))
         if flight is None:
-            times, content = StageTimes("inspect", self.pipeline.seconds), self._admission.for_all(item.field)
-            flight = Flight(key, item, times, item.priority, content)
+            flight = Flight(key, item, StageTimes("inspect", self.pipeline.seconds), item.priority)
             self._flights[_name(key, item)] = flight
             flight.run_by(self._start(self._run(flight), "flight"))
         elif flight.wanted.is_set():

@@ -34,8 +34,8 @@ class Flight:
     item: Item
     times: StageTimes
     priority: int
-    content: Reservation
-    """The bytes of its item, whoever brought it: held until its task has ended and its last caller has left."""
+    room: Reservation | None = None
+    """Of its item's content, whoever brought it: held until its task has ended and its last caller has left."""
     tickets: int = 0
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     """Somebody wants rows, and not the header alone."""
@@ -100,6 +100,11 @@ class Flight:
         """A caller's address gave this content before."""
         self.address = ticket
 
+    def holds(self, room: Reservation) -> None:
+        """Its item's content takes this room."""
+        self._let_room_go()
+        self.room = room.hold()
+
     def content_came(self, item: Item) -> None:
         """Where it was known by its key alone, here is what it is a key of."""
         if isinstance(self.item.source, Key) and not isinstance(item.source, Key):
@@ -108,7 +113,12 @@ class Flight:
     def _let_content_go(self) -> None:
         if not self.tickets and self.task is not None and self.task.done():
             self.item = replace(self.item, source=Key(self.key))  # what still refers to it holds no content
-            self.content.resize(0)
+            self._let_room_go()
+
+    def _let_room_go(self) -> None:
+        if self.room is not None:
+            self.room.let_go()
+            self.room = None
 
     def header_known(self, header: Header, *, from_tier: bool = False) -> Header:
         """What it is, is known; returns what callers are told, who may know more from another replica that had it.

@@ -111,20 +111,19 @@ class Pipeline:
         if ticket is None or not flight.header.done():
             raise not_found(f"{field}.key")
         try:
+            wanted = dataclasses.replace(ticket.item, field=field)
+            own = None if ticket.flight is None else ticket.reservation
             with flight.times.timed("fetch"):
-                item = await self.contents.fetched(dataclasses.replace(ticket.item, field=field))
-                if await self.contents.key(item) != flight.key:
-                    raise Unavailable("an address gives other media than before", reason=MEDIA_CHANGED, field=field)
-                if isinstance(flight.item.source, Key):
-                    # Its caller, where it is still there, does not hold the address beside the content.
-                    held = flight.content if ticket.flight is None else ticket.reservation
-                    held.resize(item.size)
-                    flight.content.take_over(held)
+                async with self.contents.fetched(wanted, own) as (item, room):
+                    if await self.contents.key(item) != flight.key:
+                        raise Unavailable("an address gives other media than before", reason=MEDIA_CHANGED, field=field)
+                    if isinstance(flight.item.source, Key):
+                        room.resize(item.size)
+                        flight.holds(room)
+                        flight.content_came(item)
         except TwinlensError:
             if isinstance(flight.item.source, Key):  # still no one who has the content came
                 raise
-        else:
-            flight.content_came(item)
 
     async def compute(self, flight: Flight, plan: Plan, header: Header, time_budget: TimeBudget) -> Entry:
         """Rows into the store. Room is made there only once something could be decoded, so that broken media push

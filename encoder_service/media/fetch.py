@@ -71,6 +71,7 @@ class _Asked:
     max_bytes: int
     field: str
     caller: Caller
+    on_size: Callable[[int], None]
     waits: bool = False
 
     async def waiting(self, slot: Awaitable[ExitStack]) -> ExitStack:
@@ -105,14 +106,24 @@ class Fetcher:
             raise forbidden(field)
         return address
 
-    async def fetch(self, url: str, max_bytes: int, field: str, caller: Caller = ("", "")) -> bytearray:
+    async def fetch(
+        self,
+        url: str,
+        max_bytes: int,
+        field: str,
+        caller: Caller = ("", ""),
+        on_size: Callable[[int], None] = lambda _: None,
+    ) -> bytearray:
         """The content at an address, at most `max_bytes`, for a caller who shares the slots with others.
+
+        `on_size` is told how large it is, or how much of it there is if its host does not say, before that is taken.
+        What it raises ends the download.
 
         Raises InvalidInput (an address that makes no sense, too many redirects, content that is too large), Forbidden,
         Precondition (the host does not have it), Unavailable (the host fails) and DeadlineExceeded (it is too slow, or
         all slots for it or for the caller are taken for too long).
         """
-        address, asked = self.check(url, field), _Asked(max_bytes, field, caller)
+        address, asked = self.check(url, field), _Asked(max_bytes, field, caller, on_size)
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._follow(address, asked)
@@ -149,12 +160,16 @@ class Fetcher:
             headers = {name.lower(): value for name, value in response.headers}
             if response.status in _REDIRECTS and b"location" in headers:
                 return _text(headers[b"location"])
-            _check_answer(response.status, headers, max_bytes, field)
+            size = _check_answer(response.status, headers, max_bytes, field)
+            asked.on_size(size)
             content = bytearray()
             async for piece in response.aiter_stream():
+                if (come := len(content) + len(piece)) > size:
+                    if come > max_bytes:
+                        raise _too_large(max_bytes, field)
+                    asked.on_size(come)
+                    size = come
                 content += piece
-                if len(content) > max_bytes:
-                    raise _too_large(max_bytes, field)
             return content
 
     async def _context(self, address: Address) -> ssl.SSLContext | None:
@@ -231,16 +246,19 @@ def _text(header: bytes) -> str:
         return header.decode("latin-1")
 
 
-def _check_answer(status: int, headers: dict[bytes, bytes], max_bytes: int, field: str) -> None:
+def _check_answer(status: int, headers: dict[bytes, bytes], max_bytes: int, field: str) -> int:
+    """How many bytes it is said to have; 0 where it is not said."""
     if status >= 500 or status in _TRY_LATER:
         raise _failed("the media host cannot answer now", field)
     if status != 200:
         raise Precondition("the media host does not have it", reason="MEDIA_HOST_REFUSED", field=field)
     if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
         raise Precondition("the media host packs what it sends", reason="MEDIA_HOST_REFUSED", field=field)
-    length = headers.get(b"content-length", b"0")
-    if length.isdigit() and int(length) > max_bytes:
+    length = headers.get(b"content-length", b"")
+    size = int(length) if length.isdigit() else 0
+    if size > max_bytes:
         raise _too_large(max_bytes, field)
+    return size
 
 
 def _too_late(asked: _Asked) -> TwinlensError:

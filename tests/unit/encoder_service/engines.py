@@ -8,6 +8,7 @@ from common.arena import SharedBuffer
 from common.media.item import Modality
 from common.processes import Child
 from common.wire import DType, RowLayout
+from encoder_service.engine.admission import Admission
 from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import EmbeddingStore
@@ -88,9 +89,10 @@ async def encoder(
         tier.start()
     decoding = decoders or FakeDecoders(SEEN)
     media = MediaLoader(CONFIG, MediaLimits(), LAYOUT, Staging(arenas[0]), store, decoding, max_patches=4096)
-    contents = Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest")
+    admission = Admission(items, size)
+    contents = Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest", admission)
     pipeline = Pipeline(media, store, dispatcher, contents, tier)
-    made = EncoderEngine(pipeline, "digest", items=items, size=size, **options)
+    made = EncoderEngine(pipeline, "digest", admission, **options)
     try:
         yield made, children[0]
     finally:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from common.media.item import Embedding, Grid, Modality, Options, Pixels, Url
 from common.wire import DType
 from encoder_service.engine import content
+from encoder_service.engine.admission import Admission
 from encoder_service.engine.content import Contents
 from encoder_service.item import Item
 from encoder_service.media.fetch import FetchConfig, Fetcher
@@ -23,12 +24,20 @@ from tests import pictures
 PICTURE = pictures.encoded(pictures.noise(8, 8))
 
 
+def contents(digest: str = "a tower") -> Contents:
+    return Contents(Fetcher(FetchConfig()), MediaLimits(), digest, Admission(1, 1 << 20))
+
+
 def key(item: Item, digest: str = "a tower") -> bytes:
-    return asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), digest).key(item))
+    return asyncio.run(contents(digest).key(item))
 
 
 def fetched(item: Item) -> Item:
-    return asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), "a tower").fetched(item))
+    async def run() -> Item:
+        async with contents().fetched(item, None) as (found, _):
+            return found
+
+    return asyncio.run(run())
 
 
 few = st.integers(0, 2)

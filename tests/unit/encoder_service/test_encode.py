@@ -9,7 +9,7 @@ import random
 import pytest
 
 from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensError, Unavailable
-from common.media.item import Embedding, Grid, Header, Key, Modality, Pixels, Url
+from common.media.item import Embedding, Grid, Header, Key, Modality, Options, Pixels, Url
 from common.wire import DType
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Item
@@ -153,7 +153,7 @@ async def test_an_item_too_many_is_refused_at_once(monkeypatch):
 
 
 class GatedFetcher:
-    """Every address gives the same picture, once the test lets it."""
+    """Every address gives the same picture, whose size is known at once, when the test lets it."""
 
     def __init__(self) -> None:
         self.downloads, self.go_on = 0, asyncio.Event()
@@ -161,8 +161,9 @@ class GatedFetcher:
     def check(self, *_: object) -> None:
         pass
 
-    async def fetch(self, *_: object) -> bytearray:
+    async def fetch(self, address, max_bytes, field, caller, on_size) -> bytearray:
         self.downloads += 1
+        on_size(len(PICTURES[0]))
         await self.go_on.wait()
         return bytearray(PICTURES[0])
 
@@ -170,6 +171,76 @@ class GatedFetcher:
 async def header(made, wanted: Item) -> Header:
     async with made.ticket(wanted, rows=False) as ticket:
         return await made.resolve(ticket)
+
+
+async def test_a_download_counts_once_for_all_who_wait_for_it_and_what_there_is_no_room_for_is_refused_at_once(
+    monkeypatch,
+):
+    fetcher, size = GatedFetcher(), len(PICTURES[0]) + len(PICTURES[1]) // 2
+    async with encoder(monkeypatch, fetcher=fetcher, size=size) as (made, _):
+        waiting = [asyncio.create_task(header(made, item(source=Url("http://a.test/")))) for _ in range(3)]
+        await turns()
+        assert (fetcher.downloads, made._admission.bytes) == (1, len(PICTURES[0]))
+        for wanted, field in ((PICTURES[1], "items[0]"), (Url("http://b.test/"), "items[0].url")):
+            with pytest.raises(Exhausted) as refused:
+                await header(made, item(source=wanted))
+            assert (refused.value.reason, refused.value.field) == ("QUEUE_FULL", field)
+        for left in (1, 1, 0):
+            leaver = waiting.pop()
+            leaver.cancel()
+            await asyncio.gather(leaver, return_exceptions=True)
+            assert made._admission.bytes == left * len(PICTURES[0])
+        fetcher.go_on.set()
+        await header(made, item(1))
+
+
+async def test_a_download_that_others_have_no_room_beside_is_let_in_however_many_wait_for_it(monkeypatch):
+    fetcher = GatedFetcher()
+    async with encoder(monkeypatch, fetcher=fetcher, size=len(PICTURES[0]) // 2) as (made, _):
+        waiting = [asyncio.create_task(rows(made, item(source=Url("http://a.test/")))) for _ in range(2)]
+        await turns()
+        fetcher.go_on.set()
+        await asyncio.gather(*waiting)
+
+
+async def test_content_of_which_several_items_are_made_counts_once_until_the_last_of_them_has_ended(monkeypatch):
+    fetcher, source = GatedFetcher(), Url("http://a.test/")
+    async with encoder(monkeypatch, answers=None, max_units=1, fetcher=fetcher) as (made, worker):
+        wanted = [item(source=source, options=Options(min_pixels=least)) for least in (784, 785)]
+        waiting = [asyncio.create_task(rows(made, each)) for each in wanted]
+        await turns()
+        fetcher.go_on.set()
+        for ended in (0, 1, 2):
+            while len(worker.batches) < min(ended + 1, 2):
+                await turns(1)
+            await turns(30)
+            assert (fetcher.downloads, sum(each.done() for each in waiting)) == (1, ended)
+            assert made._admission.bytes == (len(PICTURES[0]) if ended < 2 else 0)
+            worker.say(DONE)
+            await turns(30)
+
+
+async def test_downloaded_content_counts_while_it_is_hashed_whoever_has_left_meanwhile(monkeypatch):
+    fetcher, hashing = GatedFetcher(), asyncio.Event()
+    async with encoder(monkeypatch, fetcher=fetcher) as (made, _):
+        hashed = made._contents.key
+
+        async def slow_key(wanted: Item) -> bytes:
+            await hashing.wait()
+            return await hashed(wanted)
+
+        monkeypatch.setattr(made._contents, "key", slow_key)
+        waiting = [asyncio.create_task(rows(made, item(source=Url("http://a.test/")))) for _ in range(2)]
+        await turns()
+        fetcher.go_on.set()
+        await turns()
+        waiting[0].cancel()
+        await asyncio.gather(waiting[0], return_exceptions=True)
+        assert made._admission.bytes == len(PICTURES[0])
+        hashing.set()
+        await waiting[1]
+        await turns()
+        assert not made._admission.bytes
 
 
 @pytest.mark.parametrize("leaves", [0, 1])

@@ -13,7 +13,7 @@ import httpcore2
 import pytest
 import trustme
 
-from common.errors import DeadlineExceeded, Forbidden, InvalidInput, Precondition, TwinlensError, Unavailable
+from common.errors import DeadlineExceeded, Exhausted, Forbidden, InvalidInput, Precondition, TwinlensError, Unavailable
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from tests.media_host import MediaHost, media_host
 from tests.waiting import eventually
@@ -180,6 +180,26 @@ async def test_a_host_that_fails_is_answered_by_its_own_fault(host, path, kind, 
     made = fetcher(host.authority, fetch_stall_seconds=0.3 if stalls else 60)
     refused = await refusal(made, host.url(path))
     assert (type(refused), refused.reason) == (kind, reason)
+    assert host.sent < MOST + (16 << 20)  # what the sockets' buffers hold, and no more
+
+
+@pytest.mark.parametrize("path", ["/good", "/chunked"])
+async def test_its_size_is_told_before_it_is_taken(host, path):
+    told: list[int] = []
+    assert await fetcher(host.authority).fetch(host.url(path), MOST, "url", on_size=told.append) == GOOD
+    assert told == sorted(told)
+    assert told[-1] == len(GOOD)
+    assert (len(told) == 1) == (path == "/good")
+
+
+@pytest.mark.parametrize(("path", "most"), [("/huge", 1 << 50), ("/endless", MOST)])
+async def test_a_download_for_which_there_is_no_room_ends_at_once(host, path, most):
+    def no_room(size: int) -> None:
+        if size:
+            raise Exhausted("no room", reason="QUEUE_FULL")
+
+    with pytest.raises(Exhausted):
+        await fetcher(host.authority).fetch(host.url(path), most, "url", on_size=no_room)
     assert host.sent < MOST + (16 << 20)  # what the sockets' buffers hold, and no more
 
 

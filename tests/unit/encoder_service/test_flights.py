@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidInput, TwinlensError
-from common.media.item import Key
+from common.media.item import Key, Url
 from common.processes import ChildDied
 from encoder_service.worker.messages import BatchFailed
-from tests.unit.encoder_service.engines import LAYOUT, SEEN, encoder, item
+from tests.unit.encoder_service.engines import LAYOUT, PICTURES, SEEN, encoder, item
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns
 
 ITEMS = 2
@@ -22,6 +22,7 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("come"), st.integers(0, ITEMS - 1), st.booleans()),
         st.tuples(st.just("come by key"), st.integers(0, ITEMS - 1), st.booleans()),
+        st.tuples(st.just("come by address"), st.integers(0, ITEMS - 1), st.booleans()),
         st.tuples(st.just("leave"), st.integers(0, 30), st.booleans()),
         st.tuples(st.just("turn"), st.sampled_from((1, 5, 40, 40)), st.booleans()),
         st.tuples(st.just("answer"), st.integers(0, 2), st.booleans()),
@@ -31,6 +32,17 @@ steps = st.lists(
     min_size=5,
     max_size=40,
 )
+
+
+class _Fetcher:
+    def check(self, *_: object) -> None: ...
+
+    async def fetch(self, address, max_bytes, field, caller, on_size) -> bytearray:
+        content = PICTURES[int(address[-1])]
+        for size in (len(content) // 2, len(content)):
+            on_size(size)
+            await turns(1)
+        return bytearray(content)
 
 
 async def _ask(made, wanted, *, rows: bool) -> None:
@@ -52,10 +64,12 @@ def _answer(made, outcome: int = 0) -> None:
         child.say(OUTCOMES[outcome])
 
 
-async def _play(monkeypatch, play, decode_turns: int, room: int) -> None:
+async def _play(monkeypatch, play, decode_turns: int, room: int, size: int) -> None:
     decoders = FakeDecoders(SEEN, turns=decode_turns)
     rows = 4 * LAYOUT.row_bytes  # of one item
-    async with encoder(monkeypatch, decoders=decoders, answers=None, store_bytes=room * rows) as (made, _):
+    async with encoder(
+        monkeypatch, decoders=decoders, answers=None, store_bytes=room * rows, size=size, fetcher=_Fetcher()
+    ) as (made, _):
         waiting: list[asyncio.Task[None]] = []
         keys = [await made._contents.key(item(number)) for number in range(ITEMS)]
         for what, number, flag in play:
@@ -64,6 +78,9 @@ async def _play(monkeypatch, play, decode_turns: int, room: int) -> None:
                     waiting.append(asyncio.create_task(_ask(made, item(number, priority=number), rows=flag)))
                 case "come by key":
                     waiting.append(asyncio.create_task(_ask(made, item(source=Key(keys[number])), rows=flag)))
+                case "come by address":
+                    source = Url(f"http://a.test/{number}")
+                    waiting.append(asyncio.create_task(_ask(made, item(source=source), rows=flag)))
                 case "leave" if waiting:
                     waiting[number % len(waiting)].cancel()
                 case "turn":
@@ -86,10 +103,10 @@ async def _play(monkeypatch, play, decode_turns: int, room: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(steps, st.integers(0, 3), st.integers(1, 3))
-def test_whatever_happens_everyone_gets_an_answer_and_nothing_is_left(play, decode_turns, room):
+@given(steps, st.integers(0, 3), st.integers(1, 3), st.sampled_from((len(PICTURES[0]), 1 << 20)))
+def test_whatever_happens_everyone_gets_an_answer_and_nothing_is_left(play, decode_turns, room, size):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        asyncio.run(_play(monkeypatch, play, decode_turns, room))
+        asyncio.run(_play(monkeypatch, play, decode_turns, room, size))
 
 
 @settings(max_examples=30, deadline=None)

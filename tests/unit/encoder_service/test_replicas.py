@@ -185,9 +185,11 @@ async def test_content_that_comes_while_an_address_is_fetched_is_used_where_that
     async with shared_picture(monkeypatch, server) as (made, worker, key):
         fetched, fetch = asyncio.Event(), made._contents.fetched
 
-        async def slow_fetch(wanted):
+        @asynccontextmanager
+        async def slow_fetch(*wanted):
             await fetched.wait()
-            return await fetch(wanted)
+            async with fetch(*wanted) as found:
+                yield found
 
         async with made.ticket(item(source=address(4, key)), rows=True) as ticket:
             with server.client() as client:

@@ -15,6 +15,7 @@ from common.errors import InvalidInput
 from common.media.convert import write_media
 from common.media.item import Modality
 from encoder_service import convert as encoders
+from encoder_service.engine.admission import Admission
 from encoder_service.engine.content import Contents
 from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
@@ -78,7 +79,7 @@ def identity(salt: str = "", **fields: Any) -> Identity:
 def test_a_key_is_the_one_that_the_encoder_computes(message: v1.Media, salt: str) -> None:
     ours = asyncio.run(identify(read(message), DIGEST, salt))
     theirs = encoders.read_item(sent(read(message)), 0, salt, 0, tuple(Modality))
-    known = asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), DIGEST).key(theirs))
+    known = asyncio.run(Contents(Fetcher(FetchConfig()), MediaLimits(), DIGEST, Admission(1, 1)).key(theirs))
     assert ours.key == ours.affinity == ours.recalled == known
 
 
