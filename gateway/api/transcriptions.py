@@ -41,12 +41,12 @@ class TranscriptionRequest(RequestFields):
 
     @model_validator(mode="after")
     def _has_a_place_for_what_is_included(self) -> TranscriptionRequest:
-        if self.scored and self.response_format == "text" and not self.stream:
+        if self.with_logprobs and self.response_format == "text" and not self.stream:
             raise ValueError("a plain text has no place for logprobs")
         return self
 
     @property
-    def scored(self) -> bool:
+    def with_logprobs(self) -> bool:
         """It is wanted how likely tokens were."""
         return self.include is not None
 
@@ -76,7 +76,7 @@ class _Transcript:
                         continue
 
     def _add(self, delta: llm_pb2.GenerateDelta) -> tuple[Objects, Objects]:
-        scores = [
+        logprobs = [
             {"token": each.text, "logprob": each.logprob, "bytes": list(each.text_bytes)} for each in delta.logprobs
         ]
         turns = [
@@ -91,23 +91,23 @@ class _Transcript:
             for number, turn in enumerate(delta.turns, len(self.turns))
         ]
         self.words.append(delta.text)
-        self.logprobs += scores
+        self.logprobs += logprobs
         self.turns += turns
-        return scores, turns
+        return logprobs, turns
 
     @property
     def text(self) -> str:
         """All words."""
         return "".join(self.words)
 
-    def ending(self, *, scored: bool) -> dict[str, Any]:
+    def ending(self, *, with_logprobs: bool) -> dict[str, Any]:
         """What is told at its end beside the words: how likely their tokens were, where that is asked for, why it
         ended, and the tokens that it took."""
         counted = self.finished.usage
         prompt, answer = counted.prompt_tokens, counted.completion_tokens
         details = {"audio_tokens": self.sound_tokens, "text_tokens": prompt - self.sound_tokens}
         return {
-            **({"logprobs": self.logprobs} if scored else {}),
+            **({"logprobs": self.logprobs} if with_logprobs else {}),
             "finish_reason": answers.finish(self.finished)["finish_reason"],
             "usage": {
                 "type": "tokens",
@@ -141,7 +141,7 @@ class Transcriptions:
         if asked.response_format == "text":
             return PlainTextResponse(said.text)
         turns = {"task": "transcribe", "segments": said.turns} if asked.response_format == "diarized_json" else {}
-        return json_answer({"text": said.text, **turns, **said.ending(scored=asked.scored)})
+        return json_answer({"text": said.text, **turns, **said.ending(with_logprobs=asked.with_logprobs)})
 
 
 def _message(asked: TranscriptionRequest, sound: bytes, request_id: str) -> llm_pb2.GenerateRequest:
@@ -149,7 +149,7 @@ def _message(asked: TranscriptionRequest, sound: bytes, request_id: str) -> llm_
     params = sampling_params.choice(asked, asked.max_completion_tokens)
     if asked.temperature is None:
         params.temperature = _GREEDY
-    if asked.scored:
+    if asked.with_logprobs:
         params.logprobs = 0
     wanted = llm_pb2.TranscriptionInput(
         audio=media_pb2.Media(modality=media_pb2.MODALITY_AUDIO, data=sound),
@@ -163,10 +163,13 @@ def _message(asked: TranscriptionRequest, sound: bytes, request_id: str) -> llm_
 async def _chunks(events: Events, asked: TranscriptionRequest) -> AsyncGenerator[bytes]:
     said = _Transcript()
     async with aclosing(said.read(events)) as deltas:
-        async for text, scores, turns in deltas:
-            if text or (asked.scored and scores):
-                scored = {"logprobs": scores} if asked.scored else {}
-                yield event({"type": "transcript.text.delta", "delta": text, **scored})
+        async for text, logprobs, turns in deltas:
+            if text or (asked.with_logprobs and logprobs):
+                beside = {"logprobs": logprobs} if asked.with_logprobs else {}
+                yield event({"type": "transcript.text.delta", "delta": text, **beside})
             for turn in turns if asked.response_format == "diarized_json" else ():
                 yield event(turn)
-    yield Last(event({"type": "transcript.text.done", "text": said.text, **said.ending(scored=asked.scored)}) + DONE)
+    yield Last(
+        event({"type": "transcript.text.done", "text": said.text, **said.ending(with_logprobs=asked.with_logprobs)})
+        + DONE
+    )

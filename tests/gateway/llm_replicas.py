@@ -110,10 +110,10 @@ def question(number: int, tokens: int) -> dict[str, Any]:
 
 @dataclass
 class Stream:
-    """One answer as it comes: what each choice says, its scores and its end, and what went wrong."""
+    """One answer as it comes: what each choice says, its logprobs and its end, and what went wrong."""
 
     texts: dict[int, str] = field(default_factory=dict)
-    scores: dict[int, list[Any]] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     begun: threading.Event = field(default_factory=threading.Event)
     failure: str = "broken off"
@@ -121,7 +121,7 @@ class Stream:
     @property
     def told(self) -> tuple[Any, ...]:
         """All that must be the same every time."""
-        return self.texts, self.scores, self.ends, self.failure
+        return self.texts, self.logprobs, self.ends, self.failure
 
     def ask(self, door: Door, body: dict[str, Any], begins: int = 10) -> Stream:
         """Asks, and reads to the end; it has `begun` after so many events."""
@@ -156,7 +156,7 @@ class Stream:
         for choice in event["choices"]:
             index = choice["index"]
             self.texts[index] = self.texts.get(index, "") + choice["delta"].get("content", "")
-            self.scores.setdefault(index, []).extend((choice["logprobs"] or {}).get("content", ()))
+            self.logprobs.setdefault(index, []).extend((choice["logprobs"] or {}).get("content", ()))
             if choice["finish_reason"]:
                 self.ends[index] = choice["finish_reason"]
 

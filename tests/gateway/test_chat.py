@@ -205,14 +205,14 @@ def test_ids_of_tokens_are_there_where_they_are_asked_for(door: Trio) -> None:
     assert not hasattr(by_http(door, messages), "prompt_token_ids")
 
 
-def test_scores_of_the_prompt_are_those_by_grpc(door: Trio) -> None:
+def test_logprobs_of_the_prompt_are_those_by_grpc(door: Trio) -> None:
     messages = [said(text("Look"), image())]
     whole: Any = by_http(door, messages, extra_body={"prompt_logprobs": 2})
     theirs = by_grpc(door, [user("Look", an_image(PICTURE))], prompt_logprobs=2)
-    none, *scores = whole.prompt_logprobs
+    none, *prompt_logprobs = whole.prompt_logprobs
     assert none is None
-    assert len(scores) == whole.usage.prompt_tokens - 1
-    for found, token, their in zip(scores, theirs.prompt_token_ids, theirs.prompt_logprobs, strict=True):
+    assert len(prompt_logprobs) == whole.usage.prompt_tokens - 1
+    for found, token, their in zip(prompt_logprobs, theirs.prompt_token_ids, theirs.prompt_logprobs, strict=True):
         assert found[str(token)]["logprob"] == their.logprob
         for rank, top in enumerate(their.top, 1):
             named = {"logprob": top.logprob, "rank": rank, "decoded_token": top.text}

@@ -25,7 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 
 SURFACES: dict[str, tuple[str, dict[str, Any], list[list[str]], bool]] = {
     "chat": (CHAT, {"messages": [said("x")], "stream_options": {"include_usage": True}}, [WORDS], False),
-    "scores": (
+    "logprobs": (
         CHAT,
         {"messages": [said("x")], "n": 2, "logprobs": True, "seed": 5},
         [WORDS, ["Two", " blue", " ones", ",", " no", "?"]],

@@ -72,20 +72,20 @@ def test_lists_of_token_ids_are_several_prompts(door: Trio) -> None:
     ]
 
 
-def test_scores_of_a_completion_have_offsets(door: Trio) -> None:
+def test_logprobs_of_a_completion_have_offsets(door: Trio) -> None:
     theirs = by_grpc(door, v1.TextInput(prompt="Hello"), logprobs=2).choices[0].logprobs
-    scores = by_http(door, "Hello", logprobs=2).choices[0].logprobs
-    assert scores.tokens == [each.text for each in theirs]
-    assert scores.token_logprobs == [each.logprob for each in theirs]
-    assert scores.text_offset[:3] == [0, len(theirs[0].text), len(theirs[0].text + theirs[1].text)]
+    logprobs = by_http(door, "Hello", logprobs=2).choices[0].logprobs
+    assert logprobs.tokens == [each.text for each in theirs]
+    assert logprobs.token_logprobs == [each.logprob for each in theirs]
+    assert logprobs.text_offset[:3] == [0, len(theirs[0].text), len(theirs[0].text + theirs[1].text)]
 
 
 def test_the_token_that_is_there_is_among_the_likeliest_of_a_completion(door: Trio) -> None:
-    scores = by_http(door, "Hello", logprobs=0).choices[0].logprobs
-    assert scores.top_logprobs == [
-        {token: value} for token, value in zip(scores.tokens, scores.token_logprobs, strict=True)
+    logprobs = by_http(door, "Hello", logprobs=0).choices[0].logprobs
+    assert logprobs.top_logprobs == [
+        {token: value} for token, value in zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
     ]
-    assert len(scores.tokens) > 1
+    assert len(logprobs.tokens) > 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -81,7 +81,7 @@ def check_cut(client: LlmClient, request: v1.GenerateRequest, events: list[v1.Ge
     assert first.started.prompt_tokens == events[0].started.prompt_tokens
     has_begun = any(choice.token_ids for choice in choices.values())
     for event in rest:
-        assert not (has_begun and event.delta.HasField("prompt")), "the prompt's scores are told once"
+        assert not (has_begun and event.delta.HasField("prompt")), "the prompt's logprobs are told once"
         hear(choices, event)
     for index, choice in whole.items():
         said = choices[index]
@@ -137,7 +137,7 @@ REQUESTS: dict[str, v1.GenerateRequest] = {
     "drawn by a seed": asked(COUNT, drawn()),
     "penalised": asked(COUNT, drawn(presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3)),
     "logprobs": asked(COUNT, drawn(logprobs=2)),
-    "scores of the prompt": asked(COUNT, greedy(6, prompt_logprobs=1)),
+    "logprobs of the prompt": asked(COUNT, greedy(6, prompt_logprobs=1)),
     "json": asked(COUNT, drawn(max_tokens=64, json_schema=SCHEMA, ignore_eos=False)),
     "regex": asked(COUNT, drawn(max_tokens=64, regex="([a-c]é){2,9}", ignore_eos=False)),
     "two choices": asked(COUNT, drawn(n=2, max_tokens=12)),

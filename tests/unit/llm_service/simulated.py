@@ -294,7 +294,7 @@ class Simulation:
             self.land(id, item, picture.rows)
 
     def take_prompt_logprobs(self, id: int) -> None:
-        """The caller of a request takes what there is of its prompt's scores; one of the `slow` does so here alone."""
+        """The caller of a request takes its prompt's logprobs that are there; one of the `slow` does so here alone."""
         self.outcomes[id].taken = len(self.outcomes[id].scored)
         self.scheduler.prompt_logprobs_taken(id, self.outcomes[id].taken + 1)
 

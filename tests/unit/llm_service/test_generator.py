@@ -424,15 +424,15 @@ def test_a_delta_never_holds_more_tokens_than_a_message_has_room_for() -> None:
     assert [[token.token for token in run] for run in (*runs, first, second)] == [[0, 2, 4], [1, 3, 5], [6, 8], [7, 9]]
 
 
-def test_scores_of_a_prompt_come_in_messages_that_have_room_for_them() -> None:
-    """A step scores thousands of tokens; with twenty likely ones beside each, that is megabytes."""
-    scores = [TokenLogprobs(-float(number), []) for number in range(8)]
-    found = list(together([PromptLogprobs(1, 5, scores[:7]), PromptLogprobs(1, 12, scores[7:])], most=3))
+def test_logprobs_of_a_prompt_come_in_messages_that_have_room_for_them() -> None:
+    """A step tells those of thousands of tokens; with twenty likely ones beside each, that is megabytes."""
+    logprobs = [TokenLogprobs(-float(number), []) for number in range(8)]
+    found = list(together([PromptLogprobs(1, 5, logprobs[:7]), PromptLogprobs(1, 12, logprobs[7:])], most=3))
     assert found == [
-        PromptLogprobs(1, 5, scores[:3]),
-        PromptLogprobs(1, 8, scores[3:6]),
-        PromptLogprobs(1, 11, scores[6:7]),
-        PromptLogprobs(1, 12, scores[7:]),
+        PromptLogprobs(1, 5, logprobs[:3]),
+        PromptLogprobs(1, 8, logprobs[3:6]),
+        PromptLogprobs(1, 11, logprobs[6:7]),
+        PromptLogprobs(1, 12, logprobs[7:]),
     ]
 
 
