@@ -170,7 +170,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         self.check_fetch()
 
     def _check_shared_store(self) -> None:
-        from encoder_service.engine.tier_client import check_url  # its library takes its time to import
+        from encoder_service.engine.shared_store_client import check_url  # its library takes its time to import
 
         try:
             check_url(self.shared_store)

@@ -96,7 +96,7 @@ def _rows(encoder: EncoderEngine, link: Link) -> Iterable[Metric]:
     yield gauge("store_bytes", "bytes of rows in the store", store.used)
     yield gauge("store_capacity_bytes", "the store's budget", store.capacity)
     yield gauge("store_entries", "entries of the store", len(store))
-    if (shared := encoder.tier_counts) is not None:
+    if (shared := encoder.shared_store_counts) is not None:
         about = "what the shared store did for this replica"
         events = _by(shared, "hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
         yield total("shared_store_events", about, events, ["event"])

@@ -30,7 +30,7 @@ from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.engine.media_loader import MediaLoader
 from encoder_service.engine.pipeline import Pipeline
-from encoder_service.engine.shared_tier import SharedTier
+from encoder_service.engine.shared_store import SharedStore
 from encoder_service.engine.staging import Staging
 from encoder_service.engine.workers import MODULE, WorkerError
 from encoder_service.families import config as model_config
@@ -124,11 +124,11 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
             return
         digest = await tasks.to_thread(encoder_digest, model.checkpoint, model.layout.dtype, model.config.parts)
         rows = EmbeddingStore(store, model.layout.row_bytes, registered=bool(config.nixl))
-        tier = _tier(config, rows, model.layout)
+        shared_store = _shared_store(config, rows, model.layout)
         media = _media_loader(config, model, planner, Staging(staging), rows, decoders)
         admission = Admission(config.max_queued_items, config.max_queued_bytes)
         contents = Contents(Fetcher(config), config, digest, admission)
-        encoder = EncoderEngine(Pipeline(media, rows, dispatcher, contents, tier), digest, admission)
+        encoder = EncoderEngine(Pipeline(media, rows, dispatcher, contents, shared_store), digest, admission)
         link = await running.enter_async_context(_link(config, model, rows, dispatcher.pools, nixl))
         _describe(meters, model, digest)
         meters.watch(encoder, link)
@@ -138,7 +138,7 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         await grpc_server.announce(metrics_address)
         await grpc_server.wait()
         await grpc_server.drain()
-        await _end(dispatcher, encoder, tier)
+        await _end(dispatcher, encoder, shared_store)
 
 
 def _decoders(config: EncoderConfig, model: _Model, staging: SharedBuffer, report: Callable[[], None]) -> DecoderPool:
@@ -251,30 +251,32 @@ def _describe(meters: Meters, model: _Model, digest: str) -> None:
     )
 
 
-async def _end(dispatcher: Dispatcher, encoder: EncoderEngine, tier: SharedTier | None) -> None:
+async def _end(dispatcher: Dispatcher, encoder: EncoderEngine, shared_store: SharedStore | None) -> None:
     """Ends what still goes on. Says so where something is still held then: that is a defect, and the service ends
     anyway."""
     try:
         async with asyncio.timeout(LAST_SECONDS):
             await dispatcher.stop()
             await encoder.stop()
-            if tier is not None:
-                await tier.stop()
+            if shared_store is not None:
+                await shared_store.stop()
         encoder.check_integrity(idle=True)
     except (TimeoutError, AssertionError) as error:
         _log.error("something is still held at the end", cause=str(error) or "it takes too long")
 
 
-def _tier(config: EncoderConfig, store: EmbeddingStore, layout: RowLayout) -> SharedTier | None:
-    """The shared tier, at work, where there is one. It need not answer, now or ever."""
+def _shared_store(config: EncoderConfig, store: EmbeddingStore, layout: RowLayout) -> SharedStore | None:
+    """The shared store, at work, where there is one. It need not answer, now or ever."""
     if not config.shared_store:
         return None
-    from encoder_service.engine.tier_client import TierClient  # its library takes its time to import
+    from encoder_service.engine.shared_store_client import SharedStoreClient  # its library takes its time to import
 
-    client = TierClient(config.shared_store, seconds=config.shared_store_seconds)
-    tier = SharedTier(client, store, layout, ttl=config.shared_store_ttl_seconds, wait=config.shared_wait_seconds)
-    tier.start()
-    return tier
+    client = SharedStoreClient(config.shared_store, seconds=config.shared_store_seconds)
+    shared_store = SharedStore(
+        client, store, layout, ttl=config.shared_store_ttl_seconds, wait=config.shared_wait_seconds
+    )
+    shared_store.start()
+    return shared_store
 
 
 async def _start(decoders: DecoderPool, dispatcher: Dispatcher, planner: HfPlanner | None) -> None:

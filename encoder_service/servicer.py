@@ -169,7 +169,7 @@ class EncoderServicer(EncoderServiceServicer):
                 encoder_pb2.RowsSent(transport=number, rows=rows, bytes=link.sent.bytes[number])
                 for number, rows in link.sent.rows.items()
             ],
-            shared=convert.write_shared_load(encoder.tier_counts),
+            shared=convert.write_shared_load(encoder.shared_store_counts),
             stage_totals=convert.write_timings(
                 {
                     **encoder.pipeline.seconds,

@@ -99,19 +99,19 @@ class EncoderEngine:
         return await asyncio.shield(known)
 
     async def has(self, keys: Sequence[bytes], salt: str) -> list[bool]:
-        """Which keys have rows, here or in the shared tier, that were made under this salt."""
+        """Which keys have rows, here or in the shared store, that were made under this salt."""
         here = [self._store.has(key, salt) for key in keys]
         elsewhere = [key for key, present in zip(keys, here, strict=True) if not present]
-        tier = self.pipeline.tier
-        if tier is None or not elsewhere:
+        shared_store = self.pipeline.shared_store
+        if shared_store is None or not elsewhere:
             return here
-        found = dict(zip(elsewhere, await tier.find_all(elsewhere, salt), strict=True))
+        found = dict(zip(elsewhere, await shared_store.find_all(elsewhere, salt), strict=True))
         return [present or found[key] is not None for key, present in zip(keys, here, strict=True)]
 
     @property
-    def tier_counts(self) -> Mapping[str, int] | None:
-        """What the shared tier did; None where there is none."""
-        return None if self.pipeline.tier is None else self.pipeline.tier.counts
+    def shared_store_counts(self) -> Mapping[str, int] | None:
+        """What the shared store did; None where there is none."""
+        return None if self.pipeline.shared_store is None else self.pipeline.shared_store.counts
 
     @property
     def queued(self) -> int:
@@ -147,7 +147,7 @@ class EncoderEngine:
         return task
 
     async def _is_known(self, ticket: Ticket, source: Url) -> bool:
-        """What an address gave before is here, or in the shared tier, so that it need not be fetched."""
+        """What an address gave before is here, or in the shared store, so that it need not be fetched."""
         try:
             self._look_up(ticket, dataclasses.replace(ticket.item, source=Key(source.known_key)), source.known_key)
             if ticket.flight is not None:
@@ -166,7 +166,8 @@ class EncoderEngine:
             self._store.pin(entry.allocation)
             ticket.found = entry
             return
-        if isinstance(item.source, Key) and self.pipeline.tier is None and _name(key, item) not in self._flights:
+        may_come = self.pipeline.shared_store is not None or _name(key, item) in self._flights
+        if isinstance(item.source, Key) and not may_come:
             raise not_found(f"{item.field}.key")
         ticket.flight = self._join(item, key, rows=ticket.rows)
 

@@ -43,8 +43,8 @@ class Flight:
     """Of a caller whose address gives the content of the key, should its rows be lost; None where no one has one."""
     task: asyncio.Task[None] | None = None
     header: asyncio.Future[Header] = field(default_factory=_future)
-    from_tier: bool = False
-    """The rows were in the shared tier, so that nothing is computed."""
+    from_shared_store: bool = False
+    """The rows were in the shared store, so that nothing is computed."""
     units: list[Unit] = field(default_factory=list)
     unit_count: int = 0
     """How many units there are going to be; 0 while that is not known."""
@@ -120,10 +120,10 @@ class Flight:
             self.room.let_go()
             self.room = None
 
-    def header_known(self, header: Header, *, from_tier: bool = False) -> Header:
+    def header_known(self, header: Header, *, from_shared_store: bool = False) -> Header:
         """What it is, is known; returns what callers are told, who may know more from another replica that had it.
         Raises Unavailable where they were told otherwise."""
-        self.from_tier = from_tier
+        self.from_shared_store = from_shared_store
         if not self.header.done():
             self.header.set_result(header)
         elif not self.header.result().agrees(header):
@@ -136,7 +136,7 @@ class Flight:
 
     def rows_lost(self) -> None:
         """What was written of its rows is of no use, and they are written there no more."""
-        self.allocation, self.from_tier = None, False
+        self.allocation, self.from_shared_store = None, False
 
     def cut(self, unit_count: int) -> None:
         """It is computed in so many units."""
@@ -191,7 +191,7 @@ class Ticket:
     @property
     def cached(self) -> bool:
         """The rows were here when the caller asked."""
-        return self.flight is None or self.flight.from_tier
+        return self.flight is None or self.flight.from_shared_store
 
     @property
     def stage(self) -> str:

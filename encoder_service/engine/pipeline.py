@@ -1,4 +1,4 @@
-"""What is done for one item, in order: shared tier, header, pixels, room, workers, rows."""
+"""What is done for one item, in order: shared store, header, pixels, room, workers, rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from encoder_service.engine.embedding_store import Allocation, EmbeddingStore, E
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.media_loader import MediaLoader, fill
 from encoder_service.engine.progress import Progress
-from encoder_service.engine.shared_tier import SharedTier, TierMiss
+from encoder_service.engine.shared_store import SharedStore, SharedStoreMiss
 from encoder_service.item import Plan
 from encoder_service.media.decoder import TimeBudget
 from encoder_service.worker.messages import Piece
@@ -41,25 +41,25 @@ class Pipeline:
         store: EmbeddingStore,
         dispatcher: Dispatcher,
         contents: Contents,
-        tier: SharedTier | None = None,
+        shared_store: SharedStore | None = None,
     ) -> None:
         self.media = media
         self.layout = media.layout
         self.store = store
         self.dispatcher = dispatcher
         self.contents = contents
-        self.tier = tier
+        self.shared_store = shared_store
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
 
     async def run(self, flight: Flight) -> Entry:
-        """The entry of an item, pinned once. Raises the item's error; NotFound for a key that no tier has.
+        """The entry of an item, pinned once. Raises the item's error; NotFound for a key that no store has.
 
         Cancelled, it waits for what a worker has begun on.
         """
-        tier = None if isinstance(flight.item.source, Embedding) else self.tier
+        shared_store = None if isinstance(flight.item.source, Embedding) else self.shared_store
         # 1. Another replica may have it: then its rows are loaded, unless they are lost on the way.
-        if tier is not None and (entry := await self._find(flight, tier)) is not None:
+        if shared_store is not None and (entry := await self._find(flight, shared_store)) is not None:
             return entry
         # 2. Of a key alone, for which no one who has the content came while we looked, the content is fetched.
         if isinstance(flight.item.source, Key):
@@ -72,34 +72,34 @@ class Pipeline:
         header = flight.header_known(_header(flight, plan))
         # 4. Nothing is computed for callers who want the header alone.
         await flight.wanted.wait()
-        if tier is None:
+        if shared_store is None:
             return await self.compute(flight, plan, header, time_budget)
         # 5. One replica computes, and offers the entry to the others; who waited for it loads it.
         async with AsyncExitStack() as held:
             with flight.times.timed("shared"):
-                lock = await held.enter_async_context(tier.lock(flight.key, flight.item.salt))
+                lock = await held.enter_async_context(shared_store.lock(flight.key, flight.item.salt))
             found = lock.found
-            if found is not None and found.agrees(header) and (entry := await self._load(flight, tier, found)):
+            if found is not None and found.agrees(header) and (entry := await self._load(flight, shared_store, found)):
                 return entry
             lock.entry = await self.compute(flight, plan, header, time_budget)
             return lock.entry
 
-    async def _find(self, flight: Flight, tier: SharedTier) -> Entry | None:
+    async def _find(self, flight: Flight, shared_store: SharedStore) -> Entry | None:
         with flight.times.timed("shared"):
-            header = await tier.find(flight.key, flight.item.salt)
+            header = await shared_store.find(flight.key, flight.item.salt)
         if header is None or header.modality is not flight.item.modality:
             return None
-        flight.header_known(header, from_tier=True)
+        flight.header_known(header, from_shared_store=True)
         await flight.wanted.wait()
-        return await self._load(flight, tier, header)
+        return await self._load(flight, shared_store, header)
 
-    async def _load(self, flight: Flight, tier: SharedTier, header: Header) -> Entry | None:
+    async def _load(self, flight: Flight, shared_store: SharedStore, header: Header) -> Entry | None:
         try:
             async with self._allocated(flight, header.tokens) as allocation:
                 with flight.times.timed("shared"):
-                    await tier.load(header, self.store.buffer.slice(allocation.span))
+                    await shared_store.load(header, self.store.buffer.slice(allocation.span))
                 entry = self.store.commit(allocation, header, flight.item.salt)
-        except TierMiss:
+        except SharedStoreMiss:
             return None
         self.counts["hits"] += 1
         return entry
@@ -167,7 +167,7 @@ class Pipeline:
 
     async def _prune(self, flight: Flight, plan: Plan, header: Header, rows: Allocation) -> Header:
         """Has the rows dropped that are not kept, and their room given back; returns the header with those that are.
-        Callers may have been told of them already, by a shared tier that has lost them since."""
+        Callers may have been told of them already, by a shared store that has lost them since."""
         assert plan.pruning is not None
         data = self.store.buffer.slice(rows.span)
         with flight.times.timed("prune"):

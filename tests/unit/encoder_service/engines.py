@@ -15,9 +15,9 @@ from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.engine.media_loader import MediaLoader
 from encoder_service.engine.pipeline import Pipeline
-from encoder_service.engine.shared_tier import SharedTier
+from encoder_service.engine.shared_store import SharedStore
+from encoder_service.engine.shared_store_client import SharedStoreClient
 from encoder_service.engine.staging import Staging
-from encoder_service.engine.tier_client import TierClient
 from encoder_service.families.family import ModelConfig
 from encoder_service.families.pixel_settings import PixelSettings
 from encoder_service.families.qwen2_vl import QWEN2_VL, VIDEO_RULE
@@ -83,24 +83,24 @@ async def encoder(
     )
     await dispatcher.start()
     arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
-    store, tier = EmbeddingStore(arenas[1], LAYOUT.row_bytes), None
+    store, shared_store = EmbeddingStore(arenas[1], LAYOUT.row_bytes), None
     if shared:
-        tier = SharedTier(TierClient(shared, seconds=5.0), store, LAYOUT, ttl=60, wait=5.0)
-        tier.start()
+        shared_store = SharedStore(SharedStoreClient(shared, seconds=5.0), store, LAYOUT, ttl=60, wait=5.0)
+        shared_store.start()
     decoding = decoders or FakeDecoders(SEEN)
     media = MediaLoader(CONFIG, MediaLimits(), LAYOUT, Staging(arenas[0]), store, decoding, max_patches=4096)
     admission = Admission(items, size)
     contents = Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest", admission)
-    pipeline = Pipeline(media, store, dispatcher, contents, tier)
+    pipeline = Pipeline(media, store, dispatcher, contents, shared_store)
     made = EncoderEngine(pipeline, "digest", admission, **options)
     try:
         yield made, children[0]
     finally:
         await dispatcher.stop()
         await made.stop()
-        if tier:
-            await tier.stop()
-            tier.check_integrity()
+        if shared_store:
+            await shared_store.stop()
+            shared_store.check_integrity()
         made.check_integrity(idle=True)
         for arena in arenas:
             arena.close()

@@ -99,7 +99,7 @@ def _connections(url: str, seconds: float) -> valkey.BlockingConnectionPool:
     )
 
 
-class TierClient:
+class SharedStoreClient:
     """A pool of connections to one server, behind a breaker. `close` is its owner's.
 
     `url` may hold user, password, database and TLS settings. An answer may take `seconds`, and so may each part of a

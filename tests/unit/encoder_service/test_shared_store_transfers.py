@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from common.media.item import Grid, Header, Modality
-from encoder_service.engine.shared_tier import SharedTier, TierMiss
-from encoder_service.engine.tier_client import Breaker, TierClient
+from encoder_service.engine.shared_store import SharedStore, SharedStoreMiss
+from encoder_service.engine.shared_store_client import Breaker, SharedStoreClient
 from tests.clock import Forward, turns
-from tests.unit.encoder_service.tiers import HEADER, LAYOUT, NAME, ROWS, computed, loaded, replica
+from tests.unit.encoder_service.shared_stores import HEADER, LAYOUT, NAME, ROWS, computed, loaded, replica
 
 MIB = 1 << 20
 PACE = 10 * MIB
@@ -80,7 +80,7 @@ async def over_a_link(server, forward: Forward, **options):
         yield link, made, store
 
 
-async def all_written(made: SharedTier, count: int = 1) -> None:
+async def all_written(made: SharedStore, count: int = 1) -> None:
     while made.counts["written"] + made.counts["dropped"] < count or made._unlocking:
         await turns(1)
 
@@ -116,7 +116,7 @@ async def test_rows_that_stop_in_the_midst_are_a_miss_and_the_server_goes_on_bei
             while link.stalled < number:
                 await turns(1)
             await passing(clock, loading)
-            with pytest.raises(TierMiss):
+            with pytest.raises(SharedStoreMiss):
                 await loading
             assert made.counts["errors"] == number
         assert not made.client.breaker.is_open
@@ -146,13 +146,13 @@ async def test_a_server_that_says_nothing_to_transfers_is_left_alone(server, clo
         for _ in range(3):
             loading = asyncio.create_task(loaded(made, HEADER))
             await passing(clock, loading)
-            with pytest.raises(TierMiss):
+            with pytest.raises(SharedStoreMiss):
                 await loading
         assert made.client.breaker.is_open
 
 
 async def test_rows_that_go_on_too_slowly_are_given_up_in_the_end(clock):
-    client = TierClient("redis://127.0.0.1:1", seconds=1.0)
+    client = SharedStoreClient("redis://127.0.0.1:1", seconds=1.0)
     parts = 0
 
     async def work(_: Any, heard: Callable[[Any], Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The shared tier on a real server: what is written comes back, whatever is wrong is a miss, and turns are taken."""
+"""The shared store on a real server: what is written comes back, whatever is wrong is a miss, and turns are taken."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from common.media.item import Grid, Header, Modality
 from common.wire import DType, RowLayout
-from encoder_service.engine.shared_tier import SharedTier, TierMiss
-from tests.unit.encoder_service.tiers import (
+from encoder_service.engine.shared_store import SharedStore, SharedStoreMiss
+from tests.unit.encoder_service.shared_stores import (
     HEADER,
     LOCK,
     NAME,
@@ -94,7 +94,7 @@ async def test_rows_that_were_pushed_out_are_a_miss_and_no_garbage(server):
         await written(made)
         with server.client() as client:
             client.hdel(NAME, "1")
-        with pytest.raises(TierMiss):
+        with pytest.raises(SharedStoreMiss):
             await loaded(made, HEADER)
         assert made.counts["garbage"] == 0
         store.flush()
@@ -112,7 +112,7 @@ async def test_garbage_is_a_miss_and_good_rows_take_its_place(server, spoil):
             spoil(client)
         header = await made.find(HEADER.key, "")
         if header is not None:
-            with pytest.raises(TierMiss):
+            with pytest.raises(SharedStoreMiss):
                 await loaded(made, header)
         while made._unlocking:
             await asyncio.gather(*made._unlocking)
@@ -216,7 +216,7 @@ async def test_too_many_that_wait_to_be_written_are_not(server):
         assert made.counts["dropped"] == 1
 
 
-async def _turn(made: SharedTier) -> Header | None:
+async def _turn(made: SharedStore) -> Header | None:
     async with made.lock(HEADER.key, "") as lock:
         return lock.found
 

@@ -1,4 +1,4 @@
-"""Replicas over one shared tier: what the tests of the tier put into it, and how they look at what comes back."""
+"""Replicas over one shared store: what its tests put into it, and how they look at what comes back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from common.arena import SharedBuffer
 from common.media.item import Grid, Header, Modality
 from common.wire import DType, RowLayout
 from encoder_service.engine.embedding_store import EmbeddingStore
-from encoder_service.engine.shared_tier import SharedTier
-from encoder_service.engine.tier_client import TierClient
+from encoder_service.engine.shared_store import SharedStore
+from encoder_service.engine.shared_store_client import SharedStoreClient
 from tests.waiting import eventually
 
 LAYOUT = RowLayout(3, 64, DType.FLOAT32)
@@ -25,11 +25,11 @@ LOCK = f"twinlens:lock:{HEADER.key.hex()}"
 
 @asynccontextmanager
 async def replica(url: str, *, seconds: float = 5.0, layout=LAYOUT, breaker=None, **options):
-    """A replica's tier and its store, with room for two items; neither holds anything at the end."""
+    """A replica's shared store and its own, with room for two items; neither holds anything at the end."""
     arena = SharedBuffer.create("test", 2 * len(ROWS) + 1024)
     store = EmbeddingStore(arena, layout.row_bytes)
     given = {"ttl": 60.0, "wait": 5.0, **options}
-    made = SharedTier(TierClient(url, seconds=seconds, breaker=breaker), store, layout, **given)
+    made = SharedStore(SharedStoreClient(url, seconds=seconds, breaker=breaker), store, layout, **given)
     made.start()
     try:
         yield made, store
@@ -43,7 +43,7 @@ async def replica(url: str, *, seconds: float = 5.0, layout=LAYOUT, breaker=None
 
 
 async def computed(
-    made: SharedTier, store: EmbeddingStore, header: Header = HEADER, salt: str = "", found: Header | None = None
+    made: SharedStore, store: EmbeddingStore, header: Header = HEADER, salt: str = "", found: Header | None = None
 ) -> None:
     """Takes a turn, in which this header is found, and puts the rows into the store as a worker would."""
     async with made.lock(header.key, salt) as lock:
@@ -54,20 +54,20 @@ async def computed(
     store.unpin(lock.entry.allocation)
 
 
-async def written(made: SharedTier, count: int = 1) -> None:
+async def written(made: SharedStore, count: int = 1) -> None:
     counts = made.counts
     await eventually(lambda: counts["written"] + counts["dropped"] >= count, "all is written")
     while made._unlocking:
         await asyncio.gather(*made._unlocking)
 
 
-def stop_writing(made: SharedTier) -> None:
+def stop_writing(made: SharedStore) -> None:
     """Before the writers have begun with what is offered, which so stays."""
     for writer in made._writers:
         writer.cancel()
 
 
-async def loaded(made: SharedTier, header: Header) -> bytes:
+async def loaded(made: SharedStore, header: Header) -> bytes:
     target = bytearray(header.tokens * LAYOUT.row_bytes)
     await made.load(header, memoryview(target))
     return bytes(target)
@@ -82,7 +82,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    async def heard(self, made: SharedTier, header: Header = HEADER) -> Header:
+    async def heard(self, made: SharedStore, header: Header = HEADER) -> Header:
         """What the server says when it is heard in time: on a busy machine it may have to be asked again."""
         while (found := await made.find(header.key, "")) is None:
             self.now += 60

@@ -1,7 +1,7 @@
-"""The shared tier: rows in a Redis or Valkey server that all replicas ask before they compute.
+"""The shared store: rows in a Redis or Valkey server that all replicas ask before they compute.
 
-An item is one hash: field `h` is its header, fields 0, 1, … its chunks (`tier_format`), written under another name.
-Beside it lies, while a replica computes it, a lock. A lost replica, server or key cost time, never an item.
+An item is one hash: field `h` is its header, fields 0, 1, … its chunks (`shared_store_format`), written under another
+name. Beside it lies, while a replica computes it, a lock. A lost replica, server or key cost time, never an item.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from common import log, tasks
 from common.media.item import Header
 from common.wire import RowLayout
-from encoder_service.engine import tier_format
+from encoder_service.engine import shared_store_format
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
-from encoder_service.engine.tier_format import Garbage
+from encoder_service.engine.shared_store_format import Garbage
 
 if TYPE_CHECKING:
-    from encoder_service.engine.tier_client import Heard, TierClient
+    from encoder_service.engine.shared_store_client import Heard, SharedStoreClient
 
 _PREFIX = "twinlens:rows:"
 _PARTS = "twinlens:part:"
@@ -47,20 +47,20 @@ _UNLOCK = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del'
 _log = log.get("shared store")
 
 
-class TierMiss(Exception):
-    """The rows are not in the tier after all."""
+class SharedStoreMiss(Exception):
+    """The rows are not in the shared store after all."""
 
 
 @dataclass(slots=True, eq=False)
-class TierLock:
-    """What `SharedTier.lock` gives: `found` is set where another replica has put the item into the tier. Who holds the
+class SharedStoreLock:
+    """What `SharedStore.lock` gives: `found` is set where another replica has put the item there. Who holds the
     lock sets `entry` once it has computed."""
 
     found: Header | None = None
     entry: Entry | None = None
 
 
-class SharedTier:
+class SharedStore:
     """Rows of `layout`, `ttl` seconds after they were last asked for. `start` and `stop` are its owner's.
 
     `wait` is how many seconds a replica waits for another's rows. Where `writes` items wait to be written, further ones
@@ -69,7 +69,7 @@ class SharedTier:
 
     def __init__(
         self,
-        client: TierClient,
+        client: SharedStoreClient,
         store: EmbeddingStore,
         layout: RowLayout,
         *,
@@ -103,7 +103,7 @@ class SharedTier:
         await self.client.close()
 
     async def find(self, key: bytes, salt: str) -> Header | None:
-        """The header of an item that is in the tier under this salt."""
+        """The header of an item that is there under this salt."""
         return (await self.find_all([key], salt))[0]
 
     async def find_all(self, keys: Sequence[bytes], salt: str) -> list[Header | None]:
@@ -120,7 +120,7 @@ class SharedTier:
         return [self._header(key, salt, found) for key, found in zip(keys, answers[::2], strict=True)]
 
     async def load(self, header: Header, into: memoryview) -> None:
-        """Copies an item's rows to `into`; raises TierMiss where they cannot be had whole, or no longer come."""
+        """Copies an item's rows to `into`; raises SharedStoreMiss where they cannot be had whole, or no longer come."""
         chunks, name = list(enumerate(self._layout.chunks(0, header.tokens))), _rows_name(header.key)
 
         async def get(server: Any, heard: Heard) -> Garbage | bool:
@@ -137,7 +137,7 @@ class SharedTier:
                     return False
                 try:
                     for data, (number, run) in zip(found, some, strict=True):
-                        tier_format.read_chunk(data, header.key, number, self._place(into, run))
+                        shared_store_format.read_chunk(data, header.key, number, self._place(into, run))
                 except Garbage as why:
                     return why
             return True
@@ -146,11 +146,11 @@ class SharedTier:
         if isinstance(got, Garbage):
             await self._discard(header.key, got)
         if got is not True:
-            raise TierMiss
+            raise SharedStoreMiss
         self.counts["hits"] += 1
 
     @asynccontextmanager
-    async def lock(self, key: bytes, salt: str) -> AsyncIterator[TierLock]:
+    async def lock(self, key: bytes, salt: str) -> AsyncIterator[SharedStoreLock]:
         """This replica's lock to compute an item, or another's rows.
 
         The block sets `entry` once it has computed; it is then written behind the caller's back, and the lock goes when
@@ -158,7 +158,7 @@ class SharedTier:
         """
         token = secrets.token_bytes(16)
         locked = True  # for all we know, until we are told: a question that is cut off may have been answered
-        lock = TierLock()
+        lock = SharedStoreLock()
         try:
             lock.found, locked = await self._lock_or_find(key, salt, token)
             yield lock
@@ -173,7 +173,7 @@ class SharedTier:
         assert not self._unlocking, "a lock is being given back"
 
     async def _lock_or_find(self, key: bytes, salt: str, token: bytes) -> tuple[Header | None, bool]:
-        """The item's header once it is in the tier, or that its lock is ours, with an expiry should we
+        """The item's header once it is there, or that its lock is ours, with an expiry should we
         be lost. Neither, where it is not worth waiting any more."""
         pause, end = _FIRST_PAUSE, time.monotonic() + self._wait
         expiry = max(1, round(1000 * self._wait))
@@ -201,7 +201,7 @@ class SharedTier:
         if not isinstance(data, bytes):
             return None
         try:
-            return tier_format.read_header(data, key, salt, self._layout)
+            return shared_store_format.read_header(data, key, salt, self._layout)
         except Garbage as why:
             self._start(self._discard(key, why))
             return None
@@ -241,12 +241,14 @@ class SharedTier:
         chunks = list(self._layout.chunks(0, header.tokens))
 
         async def put(server: Any, heard: Heard) -> bool:
-            await self._set(server, part, _HEADER, tier_format.pack_header(header, salt, self._layout), heard)
+            await self._set(server, part, _HEADER, shared_store_format.pack_header(header, salt, self._layout), heard)
             for number, run in enumerate(chunks):
                 if self._store.find(header.key, salt) is not entry:
                     return False
                 rows = self._place(self._store.buffer.slice(entry.span), run)
-                await self._set(server, part, str(number), tier_format.pack_chunk(header.key, number, rows), heard)
+                await self._set(
+                    server, part, str(number), shared_store_format.pack_chunk(header.key, number, rows), heard
+                )
             if heard(await server.hlen(part)) <= len(chunks):  # it was pushed out when some had been written
                 return False
             async with server.pipeline(transaction=True) as pipe:

@@ -1,7 +1,7 @@
-"""How an item's rows lie in the shared tier: a header that describes itself, and chunks of rows, each with a checksum.
+"""How an item's rows lie in the shared store: a header that describes itself, and chunks of rows, each with a checksum.
 
 Whatever is read back is checked against its checksum, its key, and the layout of the model that is served; anything
-that does not fit raises `Garbage`. The checksums find damage, not forgery: who may write to the tier is trusted.
+that does not fit raises `Garbage`. The checksums find damage, not forgery: who may write there is trusted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CRC = struct.Struct("<I")
 
 
 class Garbage(Exception):
-    """What lies in the tier under a key is not what we would have put there."""
+    """What lies there under a key is not what we would have put there."""
 
 
 class _Stored(msgspec.Struct, array_like=True):

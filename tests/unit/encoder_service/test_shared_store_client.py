@@ -1,4 +1,4 @@
-"""The shared tier's link to its server: down, frozen, late, locked or none at all, it costs little and ends."""
+"""The shared store's link to its server: down, frozen, late, locked or none at all, it costs little and ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.media.item import Grid, Header, Modality
-from encoder_service.engine.shared_tier import TierMiss
-from encoder_service.engine.tier_client import Breaker
+from encoder_service.engine.shared_store import SharedStoreMiss
+from encoder_service.engine.shared_store_client import Breaker
 from tests import valkey_server
-from tests.unit.encoder_service.tiers import HEADER, Clock, computed, loaded, replica, written
+from tests.unit.encoder_service.shared_stores import HEADER, Clock, computed, loaded, replica, written
 
 
 async def test_a_server_that_is_down_costs_nothing_after_a_while(server):
@@ -42,7 +42,7 @@ async def test_a_server_that_speaks_nonsense_is_a_miss_and_ends_nothing(reply):
         port = nonsense.sockets[0].getsockname()[1]
         async with replica(f"redis://127.0.0.1:{port}", seconds=1.0, wait=0.1) as (made, store):
             assert await made.find(HEADER.key, "") is None
-            with pytest.raises(TierMiss):
+            with pytest.raises(SharedStoreMiss):
                 await loaded(made, HEADER)
             await computed(made, store)
             await written(made)
