@@ -43,17 +43,18 @@ class Served:
 
 
 class WatchedFetcher:
-    """Every address gives a picture that is watched; or breaks off, at its end."""
+    """Every address gives the same, which is watched; or breaks off, at its end."""
 
-    def __init__(self, *, breaks_off: bool) -> None:
+    def __init__(self, given: bytes = PICTURES[0], *, breaks_off: bool = False) -> None:
         self.brought: list[weakref.ref[Watched]] = []
+        self._given = given
         self._breaks_off = breaks_off
 
     def check(self, *_: object) -> None: ...
 
     async def fetch(self, *_: object) -> Watched:
         await turns(1)
-        content = Watched(PICTURES[0])
+        content = Watched(self._given)
         self.brought.append(weakref.ref(content))
         if self._breaks_off:
             raise InvalidInput("the media is too large", reason="MEDIA_TOO_LARGE", field="items[0].url")
@@ -118,10 +119,18 @@ async def test_content_is_gone_once_the_calls_that_it_failed_in_have_ended(monke
         assert content() is None
 
 
-@pytest.mark.parametrize("breaks_off", [False, True])
+@pytest.mark.parametrize(
+    "fetcher",
+    [
+        WatchedFetcher,
+        lambda: WatchedFetcher(breaks_off=True),
+        lambda: WatchedFetcher(b"no picture"),
+    ],
+    ids=["unreadable", "breaks off", "no picture"],
+)
 @pytest.mark.parametrize("callers", [1, 3])
-async def test_downloaded_content_is_gone_as_well(monkeypatch, callers, breaks_off):
-    fetcher = WatchedFetcher(breaks_off=breaks_off)
+async def test_downloaded_content_is_gone_as_well(monkeypatch, callers, fetcher):
+    fetcher = fetcher()
     async with failing(monkeypatch, "inspect", fetcher=fetcher) as made:
         found = await asyncio.gather(*(asked(made, item(source=SOURCE)) for _ in range(callers)))
         assert [errors(each) for each in found] == [1] * callers
