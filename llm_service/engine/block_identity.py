@@ -13,16 +13,31 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import NamedTuple
 
 from common.identity import framed
 
 _SIZE = hashlib.sha256().digest_size
 NEVER = 1 << 62
 """A place that no sequence has."""
-Run = tuple[int, int, int, bytes]
-"""Media rows that stand side by side: first place, the one past the last, first row, the item's key."""
-Named = tuple[bytes, int, int, int]
-"""Media rows of a block: the item's key, first row, first place in the block, rows."""
+
+
+class MediaRun(NamedTuple):
+    """Media rows that stand side by side in a prompt: places [begin, end), from row `row` of the item on."""
+
+    begin: int
+    end: int
+    row: int
+    key: bytes
+
+
+class BlockRows(NamedTuple):
+    """Media rows of a block: so many rows of an item from row `first` on, from place `at` in the block on."""
+
+    key: bytes
+    first: int
+    at: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +52,7 @@ class BlockContent:
     keys: tuple[str, ...]
 
 
-def block_identity(parent: bytes, token_ids: bytes, media: Seq[Named]) -> bytes:
+def block_identity(parent: bytes, token_ids: bytes, media: Seq[BlockRows]) -> bytes:
     """The identity of a full block: SHA-256 over its parent's, its int32 tokens, and the media runs in it. Where they
     stand does not follow from the tokens: a caller who lays a prompt out may have an item's token stand for no row."""
     parts = [part for key, *numbers in media for part in (key, *(each.to_bytes(8, "little") for each in numbers))]
@@ -56,7 +71,7 @@ class BlockIdentities:
     that place: nobody else has the same there. `known` are those of the first blocks, one behind the other, as far as
     they have been worked out before."""
 
-    def __init__(self, root: bytes, runs: Seq[Run], other_from: int = NEVER, known: bytes = b"") -> None:
+    def __init__(self, root: bytes, runs: Seq[MediaRun], other_from: int = NEVER, known: bytes = b"") -> None:
         self._root, self._other_from = root, other_from
         self._runs = runs
         self._known = [known[at : at + _SIZE] for at in range(0, len(known), _SIZE)]
@@ -94,27 +109,26 @@ class BlockIdentities:
         keys = [] if index or self._root == plain_root else [self._root.hex()]
         if begin <= self._other_from < end:
             keys.append(hashlib.sha256(framed(b"answer", self._other_from.to_bytes(8, "little"))).hexdigest())
-        first = bisect_right(self._runs, begin, key=lambda run: run[1])
-        for run in takewhile(lambda run: run[0] < end, islice(self._runs, first, None)):
-            named = run[3].hex() if len(run[3]) == _SIZE else hashlib.sha256(run[3]).hexdigest()
+        first = bisect_right(self._runs, begin, key=lambda run: run.end)
+        for run in takewhile(lambda run: run.begin < end, islice(self._runs, first, None)):
+            named = run.key.hex() if len(run.key) == _SIZE else hashlib.sha256(run.key).hexdigest()
             if named not in keys:
                 keys.append(named)
         parent = self._known[index - 1] if index else None
         return BlockContent(parent, tokens[begin:end].tobytes(), adapter, tuple(keys))
 
-    def _runs_within(self, begin: int, end: int) -> Iterator[Run]:
+    def _runs_within(self, begin: int, end: int) -> Iterator[MediaRun]:
         """The runs that have a place from `begin` to the one before `end`; asked for in order."""
-        while self._passed_runs < len(self._runs) and self._runs[self._passed_runs][1] <= begin:
+        while self._passed_runs < len(self._runs) and self._runs[self._passed_runs].end <= begin:
             self._passed_runs += 1
-        return takewhile(lambda run: run[0] < end, islice(self._runs, self._passed_runs, None))
+        return takewhile(lambda run: run.begin < end, islice(self._runs, self._passed_runs, None))
 
 
-def _within(run: Run, begin: int, end: int) -> Named:
+def _within(run: MediaRun, begin: int, end: int) -> BlockRows:
     """The part of a run that stands in a block, which it reaches.
 
-    >>> _within((10, 40, 0, b"key"), 16, 32)
-    (b'key', 6, 0, 16)
+    >>> _within(MediaRun(10, 40, 0, b"key"), 16, 32)
+    BlockRows(key=b'key', first=6, at=0, rows=16)
     """
-    start, past, row, key = run
-    first = max(start, begin)
-    return key, row + first - start, first - begin, min(past, end) - first
+    first = max(run.begin, begin)
+    return BlockRows(run.key, run.row + first - run.begin, first - begin, min(run.end, end) - first)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llm_service.engine.block_identity import BlockIdentities, Run, block_identity, root_identity
+from llm_service.engine.block_identity import BlockIdentities, BlockRows, MediaRun, block_identity, root_identity
 from llm_service.engine.messages import NOWHERE, Add, ItemRows
 from llm_service.engine.state_slots import Place
 from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
@@ -16,12 +16,15 @@ _FIRST_BRANCHES, _LAST_BRANCHES = 2, 4
 """Of a prompt with many turns and media: the system prompt and what follows it, and what a caller may ask anew."""
 
 
-def block_identities(add: Add, block_size: int) -> list[bytes]:
-    """The identities of a prompt's full blocks, where none of its tokens depends on what is behind it. For the front:
-    a long prompt has thousands, and the thread that decides has better to do."""
-    prompt = Prompt.of(add)
-    names = BlockIdentities(prompt.root, prompt.named_runs)
-    return names.first(len(prompt.tokens) // block_size, prompt.tokens, block_size)
+def block_identities(
+    tokens: array[int], positions: bytes, runs: list[MediaRun], salt: str, adapter_digest: bytes, block_size: int
+) -> list[bytes]:
+    """The identities of a prompt's full blocks, where none of its tokens depends on what is behind it; `positions` is
+    int32 [3, tokens], `runs` are in order. For the front: a long prompt has thousands, and the thread that decides has
+    better to do."""
+    where = np.frombuffer(positions, np.int32).reshape(3, len(tokens))
+    names = BlockIdentities(_root(where, salt, adapter_digest), _named_runs(where, runs))
+    return names.first(len(tokens) // block_size, tokens, block_size)
 
 
 @dataclass(slots=True)
@@ -66,8 +69,8 @@ class Prompt:
     positions: np.ndarray
     mrope_delta: int
     items: list[PromptItem]
-    runs: list[Run]
-    named_runs: list[Run]
+    runs: list[MediaRun]
+    named_runs: list[MediaRun]
     media_end: int
     whole_end: int
     root: bytes
@@ -81,14 +84,12 @@ class Prompt:
         """The prompt of a request, which may be cut by that rule."""
         tokens = array("i", add.token_ids)
         items = [PromptItem.of(item) for item in add.items]
-        runs = sorted((at, at + count, row, item.key) for item in items for at, row, count in item.runs)
+        runs = sorted(MediaRun(at, at + count, row, item.key) for item in items for at, row, count in item.runs)
         whole_end = rule.whole_end(tokens)
-        root = root_identity(add.salt, add.adapter_digest)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(tokens))
-        if begins := int(positions[0, 0]):  # one that begins elsewhere turns otherwise
-            root = block_identity(root, begins.to_bytes(4, "little"), ())
+        root = _root(positions, add.salt, add.adapter_digest)
         if whole_end:  # what is computed of any of its tokens depends on all of them
-            media = [(key, row, begin, end - begin) for begin, end, row, key in runs]
+            media = [BlockRows(run.key, run.row, run.begin, run.end - run.begin) for run in runs]
             root = block_identity(root, tokens[:whole_end].tobytes(), media)
         penalises = add.sampling.repetition_penalty != 1.0
         return cls(
@@ -97,8 +98,8 @@ class Prompt:
             mrope_delta=add.mrope_delta,
             items=items,
             runs=runs,
-            named_runs=sorted([*runs, *_texts_apart(positions, runs)]) if runs else runs,
-            media_end=max((end for _, end, _, _ in runs), default=0),
+            named_runs=_named_runs(positions, runs),
+            media_end=max((run.end for run in runs), default=0),
             whole_end=whole_end,
             root=root,
             plain_root=root_identity("", add.adapter_digest),
@@ -114,7 +115,7 @@ class Prompt:
     @property
     def longest_run(self) -> int:
         """Rows of its longest run."""
-        return max((end - begin for begin, end, _, _ in self.runs), default=0)
+        return max((run.end - run.begin for run in self.runs), default=0)
 
     def lacks_rows(self, begin: int) -> bool:
         """Whether an item has no place in the arena though some of its rows stand at `begin` or after it."""
@@ -157,11 +158,11 @@ class Prompt:
         where there are none."""
         if begin < self.whole_end:
             return 0, self.whole_end
-        return next(((first, end) for first, end, _, _ in self.runs if end > begin), (0, 0))
+        return next(((run.begin, run.end) for run in self.runs if run.end > begin), (0, 0))
 
     def before_run(self, place: int) -> int:
         """A place, or where the run of media rows begins that it is inside of."""
-        return next((begin for begin, end, _, _ in self.runs if begin < place < end), place)
+        return next((run.begin for run in self.runs if run.begin < place < run.end), place)
 
     def branches(self, multiple: int, turn_ends: tuple[int, ...]) -> dict[int, Place]:
         """Where others may leave it, each the last multiple before one: at the end of media and of turns, the system
@@ -174,20 +175,33 @@ class Prompt:
         return found | dict.fromkeys(self._ends[:_FIRST_BRANCHES], Place.OPENING)
 
 
-def _texts_apart(positions: np.ndarray, runs: list[Run]) -> list[Run]:
+def _root(positions: np.ndarray, salt: str, adapter_digest: bytes) -> bytes:
+    """The parent of a prompt's first block, positions int32 [3, n]."""
+    root = root_identity(salt, adapter_digest)
+    if begins := int(positions[0, 0]):  # one that begins elsewhere turns otherwise
+        root = block_identity(root, begins.to_bytes(4, "little"), ())
+    return root
+
+
+def _named_runs(positions: np.ndarray, runs: list[MediaRun]) -> list[MediaRun]:
+    """Media's runs, in order, with texts between them that do not count on."""
+    return sorted([*runs, *_texts_apart(positions, runs)]) if runs else runs
+
+
+def _texts_apart(positions: np.ndarray, runs: list[MediaRun]) -> list[MediaRun]:
     """Tokens that are no rows and whose positions, int32 [3, n], do not count on from the token before them, or differ
     among axes, as those of a mark that a picture's rows begin with: what is computed of them is not what it is of the
     same token elsewhere. Each is as a row of an item that is named by where it is.
 
     >>> where = np.array([[0, 1, 2, 2, 3], [0, 1, 1, 2, 3], [0, 1, 2, 3, 3]], np.int32)
-    >>> [run[:2] for run in _texts_apart(where, [(3, 4, 0, b"")])]
+    >>> [run[:2] for run in _texts_apart(where, [MediaRun(3, 4, 0, b"")])]
     [(2, 3)]
     """
     rows = np.zeros(positions.shape[1], np.bool_)
-    for begin, end, _, _ in runs:
-        rows[begin:end] = True
+    for run in runs:
+        rows[run.begin : run.end] = True
     behind_rows = np.concatenate([rows[:1], rows[:-1]])
     jumps = np.diff(positions[0], prepend=positions[0, 0] - 1) != 1
     apart = (positions != positions[0]).any(axis=0) | (jumps & ~behind_rows)
     found = np.flatnonzero(apart & ~rows).tolist()
-    return [(at, at + 1, 0, b"positions" + positions[:, at].tobytes()) for at in found]
+    return [MediaRun(at, at + 1, 0, b"positions" + positions[:, at].tobytes()) for at in found]

@@ -19,8 +19,8 @@ from common.media.item import Header
 from common.stages import Stage, seconds_of
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
+from llm_service.engine.block_identity import MediaRun
 from llm_service.engine.messages import (
-    NOWHERE,
     Add,
     Complete,
     ItemRows,
@@ -41,7 +41,7 @@ from llm_service.generation.choices import Choice, open_choices, resumed_for_eng
 from llm_service.generation.constraints import Constraints
 from llm_service.generation.events import Begun, Computed, Embedded, Ended, Event, PromptLogprobsDelta
 from llm_service.generation.job import Job, aborted
-from llm_service.generation.media_rows import MediaRows, rows_of
+from llm_service.generation.media_rows import MediaRows
 from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.request_stages import Stages
 from llm_service.generation.sessions import Sessions
@@ -266,8 +266,13 @@ class Generator:
         return await _computed(self._work_out, request, layout, size, at_once=len(layout.ids) <= _SHORT)
 
     def _work_out(self, request: Request, layout: PromptLayout, size: int) -> list[bytes]:
-        items = rows_of(layout, [(NOWHERE, 0)] * len(layout.spans))
-        return block_identities(self._add(0, request, layout, items, [], 0), size)
+        runs = sorted(
+            MediaRun(run.start, run.start + run.count, run.first_row, span.header.rows_key)
+            for span in layout.spans
+            for run in span.runs
+        )
+        adapter_digest = request.adapter.digest if request.adapter else b""
+        return block_identities(array("i", layout.ids), layout.positions, runs, request.salt, adapter_digest, size)
 
     async def _layout(self, pieces: Sequence[Piece], headers: Sequence[Header], *, short: bool) -> PromptLayout:
         few = sum(header.tokens for header in headers) <= _FEW_ROWS
@@ -302,7 +307,7 @@ class Generator:
         items: list[ItemRows],
         resume: list[Resumed],
         session: int,
-        identities: bytes = b"",
+        identities: bytes,
     ) -> Add:
         return Add(
             id=id,

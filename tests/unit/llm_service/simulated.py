@@ -18,7 +18,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.drafts import look_up
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
 from llm_service.engine.planner import Limits
-from llm_service.engine.prompt import block_identities
+from llm_service.engine.prompt import Prompt, block_identities
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
@@ -102,6 +102,12 @@ class Outcome:
     @property
     def over(self) -> bool:
         return bool(self.failed) or self.aborted or bool(self.pooled) or all(self.ended)
+
+
+def front_identities(add: Add, block_size: int) -> list[bytes]:
+    """What a front sends with it."""
+    runs = Prompt.of(add).runs
+    return block_identities(array("i", add.token_ids), add.positions, runs, add.salt, add.adapter_digest, block_size)
 
 
 class Simulation:
@@ -251,7 +257,7 @@ class Simulation:
             pooling=order.pooling,
         )
         if id % 2 and not self.limits.chunk_rule.of_prompts:  # as a front does
-            names = block_identities(add, self.scheduler.blocks.block_size)
+            names = front_identities(add, self.scheduler.blocks.block_size)
             add = msgspec.structs.replace(add, identities=b"".join(names))
         self.scheduler.add(add)
 

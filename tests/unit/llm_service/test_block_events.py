@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("zmq")
 
 from llm_service.engine.block_events import BlockEvents
-from llm_service.engine.block_identity import BlockContent, BlockIdentities
+from llm_service.engine.block_identity import BlockContent, BlockIdentities, MediaRun
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, ItemRows
 from llm_service.engine.prompt import Prompt
@@ -223,7 +223,7 @@ def test_a_mark_that_stands_elsewhere_than_in_a_text_is_named() -> None:
 
 def test_keys_are_the_same_in_whichever_order_blocks_are_asked_for() -> None:
     prompt = contents(CAT, DOG)
-    runs = [(4, 7, 0, CAT), (7, 10, 0, DOG)]
+    runs = [MediaRun(4, 7, 0, CAT), MediaRun(7, 10, 0, DOG)]
     identities = BlockIdentities(b"root", runs)
     identities.first(4, TOKENS, 4)
     backwards = [identities.content(n, TOKENS, 4, 0, b"root") for n in reversed(range(4))]

@@ -81,6 +81,7 @@ from tests.unit.llm_service.scripted import (
 )
 from tests.unit.llm_service.scripted import request as asked
 from tests.unit.llm_service.scripted_engine import ScriptedEngine, front_of
+from tests.unit.llm_service.simulated import front_identities
 from twinlens import v1
 
 WORDLESS = Tokenizer(models.BPE({}, []))
@@ -280,9 +281,9 @@ async def test_identities_of_a_prompts_blocks_come_with_it(
     """A long prompt's hold up no other request."""
     computed: list[bool] = []
 
-    def watched(add: Add, size: int) -> list[bytes]:
+    def watched(*given: Any) -> list[bytes]:
         computed.append(threading.current_thread() is threading.main_thread())
-        return block_identities(add, size)
+        return block_identities(*given)
 
     monkeypatch.setattr(generator_module, "block_identities", watched)
     child = ScriptedEngine()
@@ -294,7 +295,7 @@ async def test_identities_of_a_prompts_blocks_come_with_it(
         await eventually(lambda: child.told(Add))
         ends.cancel()
         (add,) = child.told(Add)
-        assert add.identities == b"".join(block_identities(add, 16))
+        assert add.identities == b"".join(front_identities(add, 16))
         assert len(add.identities) == tokens // 16 * 32
         assert computed == [at_once]
 
