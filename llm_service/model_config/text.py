@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -316,49 +316,26 @@ class TextConfig:
             family = replace(family, norms=replace(family.norms, names=family.norms.names.behind))
         if types := text.get("layers_block_type"):
             text |= {"layer_types": types, "num_hidden_layers": len(types)}
-        rope, window_rope = rotary_settings(text, family, local=window_length(text) + chunk_length(text, family) > 0)
         max_position = int(text.get("max_position_embeddings", 32768))
-        longest = min(max_context or max_position, max_position)
-        check_reach(text, family, longest)
+        types = layer_types(text, family)
+        heads = _Heads.of(text, family, types, max_position, max_context)
+        usual = heads.usual
         activation = activation_of(text, family)
-        if not (family.moe.unnormalised or text.get("norm_topk_prob", True)):
-            raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
-        heads = int(text["num_attention_heads"])
-        types, experts = layer_types(text, family), experts_of(text)
-        latent, local_latent = latent_heads(text, types, rope, window_rope, family, _norm_eps(text))
-        if latent is not None:
-            rope = {**rope, **_WHOLLY_ROTATED}
-        if local_latent is not None:
-            window_rope = {**(window_rope or rope), **_WHOLLY_ROTATED}
-        head_dim = int(text.get("head_dim") or text["hidden_size"] // heads) if latent is None else latent.rotated
-        check_rotated(text, family, types)
-        if family.layers.single_parts and EXPERTS_ALONE not in types:
-            experts = 0
-        grouped = family.moe.grouped and experts > 0
-        usual = HeadShape(int(text.get("num_key_value_heads") or heads), head_dim)
-        full = HeadShape.of_full(text, types, usual) if latent is None else None
-        cap = text.get("final_logit_softcapping")
-
-        def rotary(settings: Mapping[str, Any], shape: HeadShape) -> RotaryConfig:
-            return RotaryConfig.of(settings, text, family, shape.head_dim, max_position, longest)
-
-        every = rotary(rope, full or usual)
-        windowed = usual if local_latent is None else replace(usual, head_dim=local_latent.rotated)
-        local = None if window_rope is None else rotary(window_rope, windowed)
-        apart = {SLIDING: local or every, CHUNKED: local or every}
-        mixers = tuple(mixer_with(family.mixers[each], apart.get(each, every)) for each in types)
+        experts = _experts(text, family, types)
+        mixers = tuple(mixer_with(family.mixers[each], heads.rotary_of(each)) for each in types)
         token_index = token_index_of(text, mixers)
+        cap = text.get("final_logit_softcapping")
         return cls(
             family=family,
             vocab_size=int(text["vocab_size"]),
             hidden_size=int(text["hidden_size"]),
             intermediate_size=dense_size(text) if experts else inner_size(text),
             mixers=mixers,
-            heads=heads,
+            heads=heads.count,
             kv_heads=usual.kv_heads,
-            head_dim=head_dim,
+            head_dim=usual.head_dim,
             norm_eps=_norm_eps(text),
-            rotary=every,
+            rotary=heads.rotary,
             tied=tied_of(config, text, family),
             max_position=max_position,
             experts=experts,
@@ -373,7 +350,7 @@ class TextConfig:
             latent_size=int(text.get("moe_latent_size") or 0),
             sparse_step=int(text.get("decoder_sparse_step", 1)),
             dense_layers=dense_layers(text, types if family.layers.single_parts else ()),
-            grouped=grouped_experts(text, probabilities=family.moe.softmax_scores) if grouped else None,
+            grouped=_grouped(text, family) if experts else None,
             expert_scale=expert_scale(text) if family.moe.unnormalised and experts else None,
             delta_net=delta_net_of(text) if Mixer.GATED_DELTA_NET in mixers else None,
             kimi_delta=kimi_delta_of(text) if Mixer.KIMI_DELTA_ATTENTION in mixers else None,
@@ -383,18 +360,18 @@ class TextConfig:
             windows=window_lengths(text, types),
             chunks=chunk_lengths(text, family, types),
             qk_norm=family.attention.qk_norm and bool(text.get("use_qk_norm", True)),
-            window_rotary=local,
-            attention_scale=attention_scale(text, head_dim),
+            window_rotary=heads.window_rotary,
+            attention_scale=attention_scale(text, usual.head_dim),
             attention_cap=attention_cap(text, mixers),
-            full_heads=full,
+            full_heads=heads.full,
             local_heads=local_heads(text, types),
             out_eps=None if (eps := text.get("post_norm_eps")) is None else float(eps),
             gates=gates_of(text, "swiglu_limits_shared", cut=not family.moe.limited_experts),
             expert_gates=gates_of(text, "swiglu_limits"),
             shared_layers=int(text.get("num_kv_shared_layers") or 0),
             wide_shared=bool(text.get("use_double_wide_mlp")),
-            latent=latent,
-            local_latent=local_latent,
+            latent=heads.latent,
+            local_latent=heads.local_latent,
             layer_inputs=LayerInputs.of(text, padded=not family.vocabulary.media_by_token),
             alternating=AlternatingShape.of(text),
             cut_shares=cut_shares(text),
@@ -413,10 +390,72 @@ class TextConfig:
             delta_gates=delta_gates_of(text),
             table_rows=table_rows(text),
             unsaid=unsaid_tokens(text, family),
-            latent_sources=latent_sources(text) if latent is not None else (),
-            unrotated_layers=unrotated_layers(text) if latent is not None else frozenset(),
+            latent_sources=latent_sources(text) if heads.latent is not None else (),
+            unrotated_layers=unrotated_layers(text) if heads.latent is not None else frozenset(),
             shared_choices=shared_choices(text, types) if token_index is not None else frozenset(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Heads of a decoder's attention, and how they are rotated, as `TextConfig` has them."""
+
+    count: int
+    usual: HeadShape
+    full: HeadShape | None
+    latent: LatentHeads | None
+    local_latent: LatentHeads | None
+    rotary: RotaryConfig
+    window_rotary: RotaryConfig | None
+
+    @classmethod
+    def of(
+        cls, text: Mapping[str, Any], family: Family, types: Sequence[str], max_position: int, max_context: int
+    ) -> _Heads:
+        """Those of layers of these types, in contexts of up to `max_context` tokens, 0: `max_position`."""
+        rope, window_rope = rotary_settings(text, family, local=window_length(text) + chunk_length(text, family) > 0)
+        longest = min(max_context or max_position, max_position)
+        check_reach(text, family, longest)
+        check_rotated(text, family, types)
+        count = int(text["num_attention_heads"])
+        latent, local_latent = latent_heads(text, types, rope, window_rope, family, _norm_eps(text))
+        if latent is not None:
+            rope = {**rope, **_WHOLLY_ROTATED}
+        if local_latent is not None:
+            window_rope = {**(window_rope or rope), **_WHOLLY_ROTATED}
+        head_dim = int(text.get("head_dim") or text["hidden_size"] // count) if latent is None else latent.rotated
+        usual = HeadShape(int(text.get("num_key_value_heads") or count), head_dim)
+        full = HeadShape.of_full(text, types, usual) if latent is None else None
+
+        def rotary(settings: Mapping[str, Any], size: int) -> RotaryConfig:
+            return RotaryConfig.of(settings, text, family, size, max_position, longest)
+
+        local_dim = usual.head_dim if local_latent is None else local_latent.rotated
+        return cls(
+            count,
+            usual,
+            full,
+            latent,
+            local_latent,
+            rotary=rotary(rope, (full or usual).head_dim),
+            window_rotary=None if window_rope is None else rotary(window_rope, local_dim),
+        )
+
+    def rotary_of(self, type_: str) -> RotaryConfig:
+        """How heads are rotated in layers of a type."""
+        return self.window_rotary or self.rotary if type_ in (SLIDING, CHUNKED) else self.rotary
+
+
+def _experts(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> int:
+    """How many experts a mixture has; 0 where no layer is one. Raises CheckpointError where weights of those chosen are
+    not as they are here."""
+    if not (family.moe.unnormalised or text.get("norm_topk_prob", True)):
+        raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
+    return 0 if family.layers.single_parts and EXPERTS_ALONE not in types else experts_of(text)
+
+
+def _grouped(text: Mapping[str, Any], family: Family) -> GroupedExperts | None:
+    return grouped_experts(text, probabilities=family.moe.softmax_scores) if family.moe.grouped else None
 
 
 _WHOLLY_ROTATED = {"partial_rotary_factor": 1.0}
