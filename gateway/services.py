@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _log = log.get("services")
 _WATCH_SECONDS = 1.0
-"""From one look at a service to the next."""
+"""From one look at a service to the next, and at the lists of them."""
 _FIRST_SECONDS = 5.0
 """The longest that a gateway waits, before it serves, for what services say to its first question."""
 _ANSWER_SECONDS = 5.0
@@ -228,10 +228,19 @@ async def _close(service: LlmService, grace: float | None) -> None:
 
 
 class LlmServices:
-    """All LLM services of one gateway, whose requests take `request_seconds` at most."""
+    """All LLM services of one gateway, whose requests take `request_seconds` at most; each is looked at again after
+    `watch_seconds`."""
 
-    def __init__(self, addresses: Sequence[str], security: ChannelSecurity, *, request_seconds: float) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        security: ChannelSecurity,
+        *,
+        request_seconds: float,
+        watch_seconds: float = _WATCH_SECONDS,
+    ) -> None:
         self._security = security
+        self._watch_seconds = watch_seconds
         self._set = ReplicaSet(
             "LLM service",
             Resolver(addresses),
@@ -330,7 +339,7 @@ class LlmServices:
         while True:
             await self._set.look()
             self._listed.set()
-            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.sleep(self._watch_seconds)
 
     def _renew(self, service: LlmService, grace: float) -> Coroutine[Any, Any, None]:
         """Calls from now on show, and trust, the certificates that are in the files now."""
@@ -342,7 +351,7 @@ class LlmServices:
             await service.look(self.metadata)
             if service.info is not None:
                 self.since(service.info.model)
-            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.sleep(self._watch_seconds)
 
     async def tokenize(
         self, model: str, request: llm_pb2.TokenizeRequest, metadata: Metadata

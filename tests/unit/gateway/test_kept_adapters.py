@@ -101,7 +101,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def gateway(*addresses: str, first_pause: float = 0.0) -> AsyncIterator[Gateway]:
-    services = LlmServices(addresses, ChannelSecurity(), request_seconds=SECONDS)
+    services = LlmServices(addresses, ChannelSecurity(), request_seconds=SECONDS, watch_seconds=0.05)
     told: Counter[tuple[str, str]] = Counter()
 
     def tell(change: str, outcome: str) -> None:
