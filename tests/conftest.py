@@ -84,7 +84,7 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long `make test-soak` keeps the services under mixed load, and engines under drawn trials; `make test-load`
     says ten minutes."""
-    parser.addoption("--soak-seconds", dest="soak_seconds", type=float, default=25.0, help="seconds of mixed load")
+    parser.addoption("--soak-seconds", dest="soak_seconds", type=float, default=16.0, help="seconds of mixed load")
     parser.addoption("--soak-trial", dest="soak_trial", type=int, default=0, help="the first of the drawn trials")
 
 
@@ -92,6 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """The suites for CPUs are the same on a machine with GPUs: neither they nor their services see them."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    settings.load_profile("short suite" if "not soak" in config.option.markexpr else "whole suite")
     # Triton decides when a kernel is defined whether it is compiled or interpreted: where there is no GPU, the latter.
     if not cuda_device_count():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -121,9 +122,10 @@ def _makes_models_of_transformers(module: ModuleType) -> bool:
     return any(getattr(each, "__module__", "").startswith("tools.models") for each in vars(module).values())
 
 
-# How long an example takes says nothing on a machine that does other things as well.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# How long an example takes says nothing on a machine that does other things as well. The short suite tries fewer.
+_ANY_MACHINE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("whole suite", **_ANY_MACHINE)
+settings.register_profile("short suite", max_examples=40, **_ANY_MACHINE)
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +167,6 @@ async def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
     """What is freed is freed by counts of references alone."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -161,7 +161,7 @@ def test_metadata_go_along_and_the_deadline_is_bounded() -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_request_that_takes_too_long_is_ended(stream: bool) -> None:
-    with scripted(request_seconds=4 if stream else 0.5) as door:
+    with scripted(request_seconds=1 if stream else 0.5) as door:
         release = threading.Event()
 
         def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
@@ -181,12 +181,12 @@ def test_a_request_that_takes_too_long_is_ended(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_an_answer_that_gets_on_may_take_longer_than_its_first_token(stream: bool) -> None:
-    with scripted(request_seconds=4) as door:
+    with scripted(request_seconds=2) as door:
         over = threading.Event()
 
         def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
             yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
-            until = time.monotonic() + 6
+            until = time.monotonic() + 3
             while time.monotonic() < until:
                 over.wait(0.05)
                 yield v1.GenerateResponse(delta=v1.GenerateDelta(text="x", token_ids=[1]))

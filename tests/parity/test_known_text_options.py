@@ -3,6 +3,7 @@ adapters, drafts, graphs, and kernels for CPUs."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -46,11 +47,14 @@ _INDEXED = [
     for kind in ("dots3_note", "mistral_large4", "minimax_m3_vl", "glm5_next")
 ]
 """Latents in windows, and where an index chooses what is seen, tokens, blocks or pools, for a layer or for several."""
-_FEWER = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("phi4_multimodal", "gemma3n")]
+_FEW = "phi4_multimodal", "gemma3n"
+_FEWER = [pytest.param(kind, marks=pytest.mark.soak) for kind in _FEW]
 """Queries, keys and values that are one matrix everywhere, and adapters of the checkpoint's own; streams, and gates
 that count by what all ranks have."""
-_OWN_NAMES = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("chameleon", "blip-2")]
+_OWN = "chameleon", "blip-2"
+_OWN_NAMES = [pytest.param(kind, marks=pytest.mark.soak) for kind in _OWN]
 """Norms of each head's own, and biases of all products, under other names than most."""
+_FORMS = "fp8 in blocks", "awq"
 TEXT = "language_model.model."
 TEXTS = {
     "molmo2": "model.transformer.blocks.",
@@ -130,15 +134,14 @@ def test_a_tower_whose_weights_are_quantised_is_refused(internvl: Path, form: st
         Served.of(folder)
 
 
-@pytest.mark.parametrize("form", ["fp8 in blocks", "awq"])
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "form"),
     [
-        "glm4v",
-        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gemma3", "gemma4")),
-        *_SOAKED,
-        *_FEWER,
-        *_OWN_NAMES,
+        *(("glm4v", form) for form in _FORMS),
+        *(
+            pytest.param(kind, form, marks=pytest.mark.soak)
+            for kind, form in zip(("gemma3", "gemma4", *_MORE, *_FEW, *_OWN), itertools.cycle(_FORMS))
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors

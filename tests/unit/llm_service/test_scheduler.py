@@ -286,8 +286,8 @@ def test_hundreds_of_requests_through_a_tight_cache_all_say_what_they_must(
     ("overlap", "requests"),
     [
         (True, 2_000),
-        pytest.param(True, 10_000, marks=pytest.mark.soak),
-        pytest.param(False, 10_000, marks=pytest.mark.soak),
+        pytest.param(True, 5_000, marks=pytest.mark.soak),
+        pytest.param(False, 5_000, marks=pytest.mark.soak),
     ],
 )
 def test_thousands_of_requests_end_once_each_and_nothing_is_left(overlap: bool, requests: int) -> None:
