@@ -17,16 +17,16 @@ NOWHERE = -1
 
 
 class ItemRows(msgspec.Struct, frozen=True, array_like=True):
-    """An item of a prompt: its `Header.rows_key`, where its rows are (or will land) in the row arena or NOWHERE, its
-    runs.
-
-    A run is (first prompt position, first row, count).
-    """
+    """An item of a prompt."""
 
     key: bytes
+    """Its `Header.rows_key`."""
     offset: int
+    """Where its rows are, or will land, in the row arena, in bytes; or NOWHERE."""
     runs: list[tuple[int, int, int]]
+    """(first prompt position, first row, count)."""
     landed: int
+    """Rows that are there, from the first on."""
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
@@ -38,31 +38,36 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A new request. `token_ids` is int32 [n], `positions` int32 [3, n]; `deadline` is on the monotonic clock;
-    `session` is the number of its session, 0 for none. Choices in `resume` go on behind what they have; at least one
-    is not finished. The prompt's first `with_logprobs` tokens have theirs already. `adapter` is the number of one that
-    is loaded, 0 for none, and `adapter_digest` its digest. Each sequence may have `longest` tokens, 0: as many as the
-    context. With a `pooling` the request ends when its prompt is computed, and is told that `Pooled` in place of
-    tokens. `identities` are those of the prompt's first full blocks, one behind the other, as far as they have been
-    worked out already."""
+    """A new request."""
 
     id: int
     token_ids: bytes
+    """int32 [n]."""
     positions: bytes
+    """int32 [3, n]: time, height and width."""
     mrope_delta: int
+    """A token at index i past the prompt is at i + mrope_delta in all three."""
     items: list[ItemRows]
     sampling: SamplingParams
     salt: str
     priority: int
     deadline: float | None
+    """On the monotonic clock."""
     session: int = 0
+    """The number of its session, 0 for none."""
     resume: list[Resumed] = []
+    """Choices that go on behind what they have; at least one is not finished."""
     with_logprobs: int = 0
+    """Tokens of the prompt, from the first on, that have their logprobs already."""
     adapter: int = 0
+    """The number of one that is loaded, 0 for none."""
     adapter_digest: bytes = b""
     longest: int = 0
+    """Tokens that each sequence may have, 0: as many as the context."""
     pooling: Pooling | None = None
+    """The request ends when its prompt is computed, and is told that `Pooled` in place of tokens."""
     identities: bytes = b""
+    """Those of the prompt's first full blocks, one behind the other, as far as they have been worked out already."""
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
@@ -184,21 +189,25 @@ ToEngine = (
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The model is loaded and warm. `prefix_block`: tokens of a block, where computed ones are used again for prompts
-    that begin alike, else 0. `reachable` are UUIDs of the devices whose memory all ranks can read, where they keep
-    mirrors of the row arena. `weights` are those of rank 0. A step has up to `step_tokens` tokens; those of one token
-    wait for a GPU `waits` times where they should not. A block takes `place_bytes` of a rank's host memory; 0 where
-    there is none that the front reads as well."""
+    """The model is loaded and warm."""
 
     context: int
+    """Tokens of the longest sequence."""
     kv_blocks: int
     step_tokens: int
+    """Tokens of the largest step."""
     prefix_block: int = 0
+    """Tokens of a block, where computed ones are used again for prompts that begin alike, else 0."""
     devices: list[str]
+    """The ranks'."""
     reachable: list[str] = []
+    """UUIDs of the devices whose memory all ranks can read, where they keep mirrors of the row arena."""
     weights: Weights = Weights()
+    """Those of rank 0."""
     waits: int = 0
+    """How often steps of one token wait for a GPU where they should not."""
     place_bytes: int = 0
+    """What a block takes of a rank's host memory; 0 where there is none that the front reads as well."""
 
 
 class Unable(msgspec.Struct, frozen=True, tag=True):

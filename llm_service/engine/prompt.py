@@ -58,25 +58,31 @@ class PromptItem:
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """`positions` is int32 [3, tokens]; a token at index i past the prompt is at i + mrope_delta in all three. `runs`
-    are those of all items, in order, and `named_runs` these with texts that do not count on; `media_end` is one past
-    the last place of a media row, 0 without any. `whole_end` is one past the last token of those that are computed at
-    once, since all of them see each other; 0 where none are. `root` is the parent of the first block's identity,
-    `plain_root` that of a prompt which is for everybody, `tenant` the same for all that a tenant asks. `distinct` are
-    its tokens, int32, each once, where repeating them is penalised."""
+    """The tokens that all choices of a request begin with."""
 
     tokens: array[int]
+    """int32."""
     positions: np.ndarray
+    """int32 [3, tokens]: time, height and width."""
     mrope_delta: int
+    """A token at index i past the prompt is at i + mrope_delta in all three."""
     items: list[PromptItem]
     runs: list[MediaRun]
+    """Those of all items, in order."""
     named_runs: list[MediaRun]
+    """These, with texts that do not count on."""
     media_end: int
+    """One past the last place of a media row, 0 without any."""
     whole_end: int
+    """One past the last token of those that are computed at once, since they see each other; 0 where none are."""
     root: bytes
+    """The parent of the first block's identity."""
     plain_root: bytes
+    """That of a prompt which is for everybody."""
     tenant: bytes
+    """The same for all that a tenant asks."""
     distinct: bytes
+    """int32: its tokens, each once, where repeating them is penalised."""
     _ends: list[int] | None = None
 
     @classmethod

@@ -48,24 +48,29 @@ class FeedForwardKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What one decoder layer is made of. `sight` is what a token sees where its mixer is attention, and `keys_of` the
-    layer, counted from 0, whose keys and values it attends to, None: its own. `wide`: its dense feed-forward part is
-    twice as wide as others. `gates` are those of a dense part and of what all tokens go through beside experts,
-    `expert_gates` those of experts, None: the activation that the configuration names. A dense part has `inner` numbers
-    between its products, 0: as many as others. Latent attention may have no `rotated` numbers where that of other
-    layers has; one to what an index chooses either `chooses`, or sees what the last layer before it chose."""
+    """What one decoder layer is made of."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
     sight: Sight = ALL_BEFORE
+    """What a token sees, where the mixer is attention."""
     keys_of: int | None = None
+    """The layer, counted from 0, whose keys and values it attends to; None: its own."""
     wide: bool = False
+    """Its dense feed-forward part is twice as wide as others."""
     gates: Gates | None = None
+    """Those of a dense part and of what all tokens go through beside experts; None: the activation that the
+    configuration names."""
     expert_gates: Gates | None = None
+    """Those of experts, likewise."""
     cut_share: float = 0.0
+    """Share of a dense part's numbers that is cut off between its products."""
     inner: int = 0
+    """Numbers of a dense part between its products; 0: as many as others have."""
     rotated: bool = True
+    """Its latent attention has rotated numbers, as that of other layers."""
     chooses: bool = True
+    """It chooses what an index lets it see; else it sees what the last layer before it chose."""
 
 
 @dataclass(frozen=True, slots=True)

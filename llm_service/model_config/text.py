@@ -79,94 +79,103 @@ from llm_service.model_config.vocabulary import logit_scale, multiplier, table_r
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """Shape of a decoder. Sizes count elements; `mixers` has one for each layer, and `windows`, where it is not empty,
-    how many tokens one sees there, 0: all; `chunks` likewise, of how many tokens the chunks are that a sequence is cut
-    into there, 0: of none. In such local layers heads are rotated by `window_rotary`, if there is one; `qk_norm`: heads
-    of queries and keys are normed. `out_eps` is that of norms behind parts of layers, None: the usual. `gates` and
-    `expert_gates`, where they are not empty, have one of what `LayerKind` calls so for each layer. `spans`: in which
-    layers rows of one run see each other. `attention_scale` is what products of queries and keys are multiplied by,
-    None: head_dim^-0.5, and `attention_cap` is what scores are drawn below, as `logit_cap` is of logits. Short
-    convolutions see `convolution_width` tokens. `full_heads` are those of keys and values in layers without a window,
-    where they are others, `local_heads` those of queries in layers with one. The last `shared_layers` attend to keys
-    and values of the last one before them that has their window, and with `wide_shared` their feed-forward parts are
-    twice as wide. `latent`: the heads of layers with latent attention, `local_latent` of those with a window, where
-    they are others. `layer_inputs`: layers have inputs of their own. All that enters the first layer, rows of media as
-    well, is multiplied by `embedding_multiplier`, and what each part of a layer adds by `residual_multiplier`. Logits
-    are multiplied by `logit_scale`; `logit_cap` is what none exceeds: cap · tanh(x / cap). Levels of rows, the first as
-    well, are added before the `level_layers`, which are of transformers' configurations; where it is empty, the first
-    is among embeddings, and the others are added behind the first layers. `index`, `token_index`, `block_index`,
-    `streams` and `ngrams` are where layers have such. The table of tokens has `table_rows`, 0: as many as the head has.
-    Where all media of a prompt see each other these are the tokens `together`; with `adds_rows` rows are added to what
-    the table has for their places. `alternating`: there are several streams, of which layers compute one. `cut_shares`
-    and `inner_sizes`, where they are not empty, have one of what `LayerKind` calls so for each layer. `mark_tables` are
-    those of marks, of transformers' models. `latent_sources` are layers whose latents each has, empty: its own; latents
-    have no rotated numbers in `unrotated_layers`; layers in `shared_choices` see what the last one before them chose by
-    its index. `balanced`: there are several streams, which are mixed among each other as well, `opened`: which are
-    added to by gates. Tokens that are `unsaid` are in prompts alone.
-
-    Where `experts` is above 0, every `sparse_step`-th layer but those in `dense_layers` is a mixture of experts, with a
-    shared one beside them where `shared_expert_size` is above 0. `grouped`: in which groups they are, if in any. They
-    get `latent_size` numbers that are made of a token, 0: all that it has. With an `expert_scale` they count by their
-    probabilities among all, times that, else by these over their sum, which is taken to be `least_weight` at the least.
-    Where they are chosen by modality, those of media, and of the marks around them, are of `media_expert_size`, and
-    their tokens are `media_tokens`, which are of transformers' configurations. Experts of
-    narrower rows have `pooled_size` numbers of one, and scores by `router_multiplier` times what a router gives. Gates
-    of layers are divided by `gate_temperature`.
-    """
+    """Shape of a decoder. Sizes count elements."""
 
     family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     mixers: tuple[Mixer, ...]
+    """One for each layer."""
     heads: int
+    """Of queries."""
     kv_heads: int
+    """Of keys and values."""
     head_dim: int
     norm_eps: float
     rotary: RotaryConfig
+    """How heads are rotated."""
     tied: bool
+    """The head's matrix is the table of tokens."""
     max_position: int
+    """Tokens of the longest context."""
     experts: int = 0
+    """Above 0, every `sparse_step`-th layer but the `dense_layers` is a mixture of so many."""
     experts_per_token: int = 0
     expert_size: int = 0
     shared_expert_size: int = 0
+    """Of the expert that all tokens go through beside those of a mixture; 0: there is none."""
     latent_size: int = 0
+    """Numbers made of a token that experts get; 0: all that it has."""
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
     grouped: GroupedExperts | None = None
+    """In which groups experts are, if in any."""
     expert_scale: float | None = None
+    """Chosen experts count by their probabilities among all, times this; None: by these over their sum."""
     delta_net: DeltaNetConfig | None = None
     mamba2: Mamba2Config | None = None
     convolution_width: int = 0
+    """Tokens that short convolutions see."""
     activation: Activation = Activation.SILU
     windows: tuple[int, ...] = ()
+    """By layer, how many tokens one sees there, 0: all; empty: there are no windows."""
     chunks: tuple[int, ...] = ()
+    """By layer, of how many tokens the chunks are that a sequence is cut into there, 0: of none; empty: there are
+    none."""
     qk_norm: bool = False
+    """Heads of queries and keys are normed."""
     out_eps: float | None = None
+    """That of norms behind parts of layers; None: the usual."""
     gates: tuple[Gates | None, ...] = ()
+    """By layer, `LayerKind.gates`; empty: none has any."""
     expert_gates: tuple[Gates | None, ...] = ()
+    """By layer, `LayerKind.expert_gates`; empty: none has any."""
     window_rotary: RotaryConfig | None = None
+    """How heads are rotated in layers with windows or chunks; None: as in others."""
     spans: SpanRule = SpanRule.NOWHERE
+    """In which layers rows of one run see each other."""
     attention_scale: float | None = None
+    """What products of queries and keys are multiplied by; None: head_dim^-0.5."""
     attention_cap: float | None = None
+    """What scores of attention are drawn below."""
     full_heads: HeadShape | None = None
+    """Heads of keys and values in layers without a window, where they are others."""
     local_heads: int | None = None
+    """Heads of queries in layers with a window, where they are others."""
     shared_layers: int = 0
+    """So many layers, the last ones, attend to keys and values of the last one before them that has their window."""
     wide_shared: bool = False
+    """Their feed-forward parts are twice as wide."""
     latent: LatentHeads | None = None
+    """Heads of layers with latent attention."""
     local_latent: LatentHeads | None = None
+    """Those of these with a window, where they are others."""
     layer_inputs: LayerInputs | None = None
+    """Layers have inputs of their own."""
     embedding_multiplier: float = 1.0
+    """For all that enters the first layer, rows of media as well."""
     residual_multiplier: float = 1.0
+    """For what each part of a layer adds."""
     logit_scale: float = 1.0
+    """For logits."""
     logit_cap: float | None = None
+    """What no logit exceeds: cap · tanh(x / cap)."""
     level_layers: tuple[int, ...] = ()
+    """Layers before which levels of rows, the first as well, are added, of transformers' configurations; empty: the
+    first is among embeddings, and the others are added behind the first layers."""
     media_expert_size: int = 0
+    """Where experts are chosen by modality: of those of media, and of the marks around them."""
     least_weight: float = 0.0
+    """What the sum of chosen experts' probabilities is taken to be at the least."""
     media_tokens: tuple[int, ...] = ()
+    """Tokens of media's experts, of transformers' configurations."""
     pooled_size: int = 0
+    """Numbers of a row of experts whose rows are narrower than a layer's; 0: there are no such."""
     router_multiplier: float = 1.0
+    """For what a router of these gives."""
     gate_temperature: float = 1.0
+    """What gates of layers are divided by."""
     index: IndexShape | None = None
     token_index: TokenIndexShape | None = None
     block_index: BlockIndexShape | None = None
@@ -174,19 +183,32 @@ class TextConfig:
     ngrams: NgramShape | None = None
     delta_gates: GateActivation = GateActivation.SILU
     table_rows: int = 0
+    """Of the table of tokens; 0: as many as the head has."""
     together: tuple[int, ...] = ()
+    """Tokens of media, where all media of a prompt see each other."""
     adds_rows: bool = False
+    """Rows are added to what the table of tokens has for their places."""
     alternating: AlternatingShape | None = None
+    """There are several streams, of which layers compute one."""
     cut_shares: tuple[float, ...] = ()
+    """By layer, `LayerKind.cut_share`; empty: none has any."""
     inner_sizes: tuple[int, ...] = ()
+    """By layer, `LayerKind.inner`; empty: all are alike."""
     mark_tables: tuple[MarkTable, ...] = ()
+    """Tables of marks, of transformers' models."""
     latent_sources: tuple[int, ...] = ()
+    """By layer, whose latents it has; empty: its own."""
     unrotated_layers: frozenset[int] = frozenset()
+    """Layers whose latents have no rotated numbers."""
     shared_choices: frozenset[int] = frozenset()
+    """Layers that see what the last one before them chose by its index."""
     kimi_delta: KimiDeltaConfig | None = None
     balanced: BalancedShape | None = None
+    """There are several streams, which are mixed among each other as well."""
     opened: OpenedShape | None = None
+    """There are several streams, which are added to by gates."""
     unsaid: tuple[int, ...] = ()
+    """Tokens that are in prompts alone."""
 
     @property
     def layers(self) -> int:
