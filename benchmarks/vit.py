@@ -20,10 +20,11 @@ from benchmarks.device import Machine, add_options, head, line, machine, ms, tim
 from benchmarks.shapes import TINY_TOWER, TOWER, patch_numbers, tower_operations
 from common.media.item import Grid
 from encoder_service.families.pixel_settings import PixelSettings
+from encoder_service.families.qwen_processors import ImageProcessor
 from encoder_service.models.attention import BACKENDS, candidates
 from encoder_service.models.qwen3_vl import Qwen3VLTower
 from encoder_service.worker.graphs import LADDER, GraphedTower
-from encoder_service.worker.patches import pixels_to_patches
+from encoder_service.worker.patches import preprocess
 from encoder_service.worker.row_ring import exit_of
 
 MIXES = {
@@ -92,6 +93,7 @@ def stages(shape: Mapping[str, Any], here: Machine, mixes: Mapping[str, list[Gri
         std=(0.5,) * 3,
         rescale=1 / 255,
     )
+    processor = ImageProcessor(settings)
     for mix, grids in mixes.items():
         pictures = [(_pixels(grid, settings.patch), grid) for grid in grids]
         computed = made(_drawn(shape, here, grids), grids).contiguous().view(-1).view(torch.uint8)
@@ -100,7 +102,7 @@ def stages(shape: Mapping[str, Any], here: Machine, mixes: Mapping[str, list[Gri
         def patches(pictures: Sequence[tuple[Tensor, Grid]] = pictures) -> list[Tensor]:
             sizes = [(grid.h * settings.patch, grid.w * settings.patch) for _, grid in pictures]
             moved = [pixels.to(here.device) for pixels, _ in pictures]
-            return [pixels_to_patches(*each, settings) for each in zip(moved, sizes, strict=True)]
+            return [preprocess(*each, processor) for each in zip(moved, sizes, strict=True)]
 
         passes: dict[str, Callable[[], object]] = {
             "patches": patches,

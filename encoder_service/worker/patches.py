@@ -159,11 +159,6 @@ def try_out(kernels: ModuleType, settings: PixelSettings, dtype: torch.dtype, de
         raise ValueError("they make other patches than torch")
 
 
-def pixels_to_patches(pixels: Tensor, size: tuple[int, int], settings: PixelSettings) -> Tensor:
-    """Patches [t·h·w, dim] float32 of decoded frames [T, H, W, 3] uint8, resized to `size` first."""
-    return PicturePatches(lambda size, _: (settings, [Cut(size, size)]))(pixels, size, None)
-
-
 def _whole(size: tuple[int, int], processor: ImageProcessor | VideoProcessor) -> tuple[PixelSettings, list[Cut]]:
     return processor.pixels, [Cut(size, size)]
 

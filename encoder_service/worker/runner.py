@@ -17,15 +17,16 @@ from common import log
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.core_share import CoreShare
-from common.device_memory import Pool, as_unsigned, check_row_bytes, driver, row_sum
+from common.device_memory import as_unsigned
 from common.gpu import CudaCapture, gpu_seconds, use_gpu
 from common.media.item import Grid, Modality, Options
 from encoder_service.families import config
 from encoder_service.item import SAMPLE_RATE, Inspection
 from encoder_service.models.tower import AttendingTower, PackedTower, Tower, load_tower
 from encoder_service.worker.graphs import Choice, GraphedTower, budgets_for
-from encoder_service.worker.messages import Batch, BatchDone, Piece, PoolMade, WorkerReady, WorkerSettings
+from encoder_service.worker.messages import Batch, BatchDone, Piece, WorkerReady, WorkerSettings
 from encoder_service.worker.patches import PatchWriter, PicturePatches, Preprocess
+from encoder_service.worker.piece_memory import RowWriter, StagedPieces, pool_for
 from encoder_service.worker.pixel_ring import WayIn, way_into
 from encoder_service.worker.row_ring import Event, Exit, exit_of
 
@@ -123,23 +124,18 @@ class Runner:
         way_in: WayIn | None = None,
         way_out: Exit | None = None,
     ) -> None:
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
-        self.device = torch.device(settings.device)
-        if self.device.type == "cuda":
-            use_gpu(self.device)
+        self.device = _device_of(settings)
         self._row_dtype = DTYPES[settings.dtype]
         self.dtype = DTYPES[settings.tower_dtype or settings.dtype]
-        row_numbers = self.read(settings)
-        self._pool = self._make_pool(settings.pool_bytes, row_numbers) if settings.pool_bytes else None
+        row_bytes = self.read(settings) * self._row_dtype.itemsize
+        pool = pool_for(self.device, settings.pool_bytes, row_bytes)  # before the tower takes what it finds
         self._graphed: Graphed | None = None
         self._staged = self.load(settings)
         self._share_of_cores = self._divide_cores(settings)
-        self._way_in, self._way_out = way_in or way_into(self.device), way_out or exit_of(self.device)
+        self._staged_pieces, self._way_in = StagedPieces(staging), way_in or way_into(self.device)
+        self._row_writer = RowWriter(store, way_out or exit_of(self.device), pool)
         self._last_end = 0.0
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._staging = torch.frombuffer(staging.view, dtype=torch.uint8)
-        self._store = torch.frombuffer(store.view, dtype=torch.uint8)
 
     def read(self, settings: WorkerSettings) -> int:
         """Reads what there is to know of the checkpoint; how many numbers one of its rows has."""
@@ -179,7 +175,7 @@ class Runner:
             pixels = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             inputs = self._preprocess[modality](pixels, plan.resized, processor).to(self.dtype)
             self._staged.run(inputs, self._staged.prepare([plan.grid], self.device)).isfinite().all().item()
-        return WorkerReady(self.attention, self._graphed.budgets if self._graphed else [], self.pool_made())
+        return WorkerReady(self.attention, self._graphed.budgets if self._graphed else [], self._row_writer.pool_made)
 
     @property
     def attention(self) -> str:
@@ -207,10 +203,6 @@ class Runner:
         """What the tower computes one after the other, if it is built so."""
         found: Iterable[torch.nn.Module] = getattr(self._tower, "blocks", ())
         return found
-
-    def pool_made(self) -> PoolMade | None:
-        """The pool, for those who may read there."""
-        return PoolMade(self._pool.device, self._pool.handle, self._pool.size) if self._pool else None
 
     def run(self, batch: Batch) -> list[BatchDone]:
         """Computes a batch and writes its rows, row-major, one piece after the other; what became of each part."""
@@ -242,28 +234,26 @@ class Runner:
             with self._share_of_cores.computing() if self._share_of_cores is not None else nullcontext():
                 rows = self._staged.run(prepared.patches, prepared.ready).to(self._row_dtype).contiguous()
             finite = rows.isfinite().flatten(1).all(dim=1)
-            sums = self._share(rows, prepared.pieces)
+            sums = self._row_writer.write_to_pool(rows, prepared.pieces)
             replayed = self._graphed is not None and self._graphed.replays > replays
-            return BegunBatch(prepared, rows, finite, sums, self._way_out.mark(), replayed, began)
+            return BegunBatch(prepared, rows, finite, sums, self._row_writer.mark(), replayed, began)
 
     @torch.inference_mode()
     def finish(self, begun: BegunBatch) -> BatchDone:
         """Writes a pass's rows into the store, but for the pieces whose rows are not finite. All is there on return,
         in the pool as well, and the device needs nothing of the pass any more. Raises PassFailed."""
         pieces = begun.prepared.pieces
-        finite, sums = (torch.empty_like(each, device="cpu") for each in (begun.finite, begun.sums))
-        verdict = [(begun.finite, finite), (begun.sums, sums)]
         with _failing(begun.prepared):
-            self._way_out.fetch([(_bytes(source), _bytes(target)) for source, target in verdict], begun.computed)
+            finite, sums = self._row_writer.fetch((begun.finite, begun.sums), begun.computed)
             good = [bool(part.all()) for part in finite.split([piece.tokens for piece in pieces])]
-            self._way_out.fetch(self._places(begun.rows, pieces, good), begun.computed)
+            self._row_writer.write(begun.rows, pieces, good, begun.computed)
         began, self._last_end = max(begun.began, self._last_end), time.perf_counter()
         return BatchDone(
             not_finite=[index for index, fine in enumerate(good) if not fine],
             preprocess_seconds=begun.prepared.seconds,
             vit_seconds=self._last_end - began,
             replayed=begun.replayed,
-            row_sums=[as_unsigned(each) for each in sums.tolist()] if self._pool is not None else [],
+            row_sums=[as_unsigned(each) for each in sums.tolist()] if self._row_writer.pool_made else [],
             pieces=list(begun.prepared.places),
         )
 
@@ -276,10 +266,6 @@ class Runner:
             except RuntimeError:
                 return False
         return True
-
-    def _make_pool(self, size: int, row_numbers: int) -> Pool:
-        check_row_bytes(row_numbers * self._row_dtype.itemsize)
-        return driver(self.device).create(self.device, size)
 
     def _beside(self) -> AbstractContextManager[object]:
         """What is started inside does not wait for the tower."""
@@ -311,16 +297,6 @@ class Runner:
         _log.info("graphs are captured", patches=made.budgets, seconds=round(time.perf_counter() - started, 3))
         return made
 
-    def pixels_of(self, piece: Piece) -> Tensor:
-        """A piece's frames [T, H, W, depth] uint8, on the host."""
-        shape = (piece.frames, piece.height, piece.width, piece.depth)
-        count = piece.frames * piece.height * piece.width * piece.depth
-        return self._staging[piece.pixels : piece.pixels + count].view(shape)
-
-    def sound_of(self, piece: Piece) -> Tensor:
-        """The samples of a video's sound, float32 as bytes [4 · n], on the host."""
-        return self._staging[piece.sound : piece.sound + 4 * piece.samples]
-
     def _batch_patches(self, pieces: Sequence[Piece]) -> Tensor:
         """The patches [N, dim] of all, each by kernels into its place where all have such."""
         writers = [writer for piece in pieces if (writer := self._writers.get(Modality(piece.modality))) is not None]
@@ -329,32 +305,24 @@ class Runner:
         counts = [Grid(*piece.grid).patches for piece in pieces]
         made = torch.empty(sum(counts), writers[0].numbers, dtype=self.dtype, device=self.device)
         for writer, piece, part in zip(writers, pieces, made.split(counts), strict=True):
-            writer.write(self._way_in.bring(self.pixels_of(piece)), piece.resized, part)
+            writer.write(self._way_in.bring(self._staged_pieces.pixels(piece)), piece.resized, part)
         return made
 
     def _patches(self, piece: Piece) -> Tensor:
         """A piece's patches [t·h·w, dim] in the tower's dtype, on its device."""
-        pixels = self._way_in.bring(self.pixels_of(piece))
+        pixels = self._way_in.bring(self._staged_pieces.pixels(piece))
         modality = Modality(piece.modality)
         return self._preprocess[modality](pixels, piece.resized, self._config.processors[modality]).to(self.dtype)
 
-    def _share(self, rows: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """Copies rows into the pool where they have a place there; the sums [pieces] int64 of those, 0 for the rest.
 
-        What is not finite is copied as well: nobody is told of it, and to find it out first would be a wait."""
-        sums = torch.zeros(len(pieces), dtype=torch.int64, device=rows.device)
-        if self._pool is not None:
-            for index, (piece, part) in enumerate(_each(pieces, rows)):
-                if piece.pool >= 0:
-                    self._pool.write(piece.pool, _bytes(part))
-                    sums[index] = row_sum(_bytes(part), part[0].nbytes)
-        return sums
-
-    def _places(self, rows: Tensor, pieces: Sequence[Piece], good: Sequence[bool]) -> Iterator[tuple[Tensor, Tensor]]:
-        """From and to where rows of good pieces are copied."""
-        for (piece, part), fine in zip(_each(pieces, rows), good, strict=True):
-            if fine:
-                yield _bytes(part), self._store[piece.rows : piece.rows + part.nbytes]
+def _device_of(settings: WorkerSettings) -> torch.device:
+    """The device, made ready, with as many threads as may compute."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = torch.device(settings.device)
+    if device.type == "cuda":
+        use_gpu(device)
+    return device
 
 
 @contextmanager
@@ -364,16 +332,6 @@ def _failing(prepared: PreparedBatch) -> Iterator[None]:
         yield
     except RuntimeError as error:  # out of memory, or a kernel that failed
         raise PassFailed(prepared.places, error) from error
-
-
-def _each(pieces: Sequence[Piece], rows: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece with its rows."""
-    return zip(pieces, rows.split([piece.tokens for piece in pieces]), strict=True)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """What lies there, uint8 [n]; the tensor is contiguous."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _example(modality: Modality, side: int) -> tuple[Inspection, Options]:

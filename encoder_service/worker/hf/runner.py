@@ -170,7 +170,7 @@ class HfRunner(Runner):
         first pass of a process is slow, and what does not fit together shows here."""
         made, tokens = self._example(blank(self._first, self._rate))
         self._staged.run([made], [tokens])
-        return WorkerReady(self.attention, self._graphed.budgets if self._graphed else [], self.pool_made())
+        return WorkerReady(self.attention, self._graphed.budgets if self._graphed else [], self._row_writer.pool_made)
 
     def parts(self, batch: Batch, hungry: Callable[[], bool]) -> Iterator[PreparedBatch]:
         """As `Runner.parts`: an item as soon as the processor has made its tensors, or several of one shape."""
@@ -205,12 +205,12 @@ class HfRunner(Runner):
         made = self._processor.inputs(self._shown(piece))
         if not piece.samples:
             return Made(piece.modality, made)
-        samples = self.sound_of(piece).numpy().view(np.float32)
+        samples = self._staged_pieces.sound(piece).numpy().view(np.float32)
         return Made(piece.modality, made, self._processor.inputs(Sound(samples)), piece.turns)
 
     def _shown(self, piece: Piece) -> Shown:
         """Of a video the times are left out: only what stands for it in a prompt depends on them."""
-        frames: np.ndarray = self.pixels_of(piece).numpy()
+        frames: np.ndarray = self._staged_pieces.pixels(piece).numpy()
         if piece.modality == "image":
             still: np.ndarray = frames[0]
             return still

@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 
 from encoder_service.families.pixel_settings import PixelSettings
 from encoder_service.families.qwen2_audio import ClipProcessor
+from encoder_service.families.qwen_processors import ImageProcessor
 from encoder_service.worker import fixed_point
 from encoder_service.worker.log_mel import log_mel
-from encoder_service.worker.patches import pixels_to_patches
+from encoder_service.worker.patches import preprocess
 from tests.fake_gpu import OnHost
 
 THERE = torch.device("meta")
@@ -24,7 +25,7 @@ def test_of_a_picture_s_size_the_device_is_told_once() -> None:
     asked = []
     for _ in range(2):
         with OnHost() as watch:
-            assert pixels_to_patches(pixels, (56, 84), SETTINGS).shape == (24, 1176)
+            assert preprocess(pixels, (56, 84), ImageProcessor(SETTINGS)).shape == (24, 1176)
         asked.append(len(watch.seen))
     assert asked[0] > 0 == asked[1]
 
