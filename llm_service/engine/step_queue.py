@@ -5,6 +5,7 @@ thread, to which devices, streams and collectives are bound."""
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from llm_service.plan import Masks, StepPlan, StepResult, no_masks
 from llm_service.worker.messages import (
     AdapterOrder,
     AddAdapter,
+    InvalidateRows,
     MirrorOrder,
     OffloadBlocks,
     Pulled,
     PullRows,
     RemoveAdapter,
+    UnmapPool,
 )
 
 
@@ -63,12 +66,19 @@ class Executor(Protocol):
         ...
 
 
+class _Signal(enum.Enum):
+    """What the computing thread is told beside plans and orders."""
+
+    BEAT = enum.auto()
+    CLOSE = enum.auto()
+
+
 class _ClosedError(Exception):
     """Nobody decides any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Copying:
+class _Offload:
     """Copies to the host, and who waits for them."""
 
     order: OffloadBlocks
@@ -98,7 +108,7 @@ class StepQueue:
         self._executor = executor
         self._on_pulled = on_pulled
         self._on_added = on_added
-        self._plans: SimpleQueue[StepPlan | MirrorOrder | AdapterOrder | _Copying | str] = SimpleQueue()
+        self._plans: SimpleQueue[StepPlan | MirrorOrder | AdapterOrder | _Offload | _Signal] = SimpleQueue()
         self._masks: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._launched: SimpleQueue[StepUnderWay] = SimpleQueue()
         self._ended = 0.0
@@ -133,7 +143,7 @@ class StepQueue:
 
     def offload(self, order: OffloadBlocks, done: Callable[[], None]) -> None:
         """Hands over an order likewise; the computing thread calls `done` when all ranks are through with it."""
-        self._plans.put(_Copying(order, done))
+        self._plans.put(_Offload(order, done))
 
     def collect(self) -> StepResult:
         """Waits for the result of the oldest plan that has not been collected. A step begins, at the earliest, when the
@@ -146,33 +156,35 @@ class StepQueue:
 
     def beat(self) -> None:
         """Has the computing thread keep in touch with its ranks. For when there is nothing to compute."""
-        self._plans.put("beat")
+        self._plans.put(_Signal.BEAT)
 
     def close(self) -> None:
         """Lets `work` return when it is through with what it has, or waits for masks, which will never come."""
-        self._plans.put("close")
+        self._plans.put(_Signal.CLOSE)
         self._masks.put(None)
 
     def work(self) -> None:
         """Computes until `close`. An error of the executor ends it, and with it the process."""
-        while (order := self._plans.get()) != "close":
+        while (order := self._plans.get()) is not _Signal.CLOSE:
             self._launching_since = time.monotonic()
-            if isinstance(order, StepPlan):
-                try:
-                    self._launched.put(self._executor.launch(order, self._next_masks))
-                except _ClosedError:
-                    return
-            elif isinstance(order, str):
-                self._executor.beat()
-            elif isinstance(order, AddAdapter | RemoveAdapter):
-                self._executor.adapt(order)
-                if isinstance(order, AddAdapter):
+            match order:
+                case StepPlan():
+                    try:
+                        self._launched.put(self._executor.launch(order, self._next_masks))
+                    except _ClosedError:
+                        return
+                case PullRows():
+                    self._on_pulled(order.id, self._executor.obey(order))
+                case InvalidateRows() | UnmapPool():
+                    self._executor.obey(order)
+                case AddAdapter():
+                    self._executor.adapt(order)
                     self._on_added(order)
-            elif isinstance(order, _Copying):
-                self._executor.offload(order.order)
-                order.done()
-            else:
-                end = self._executor.obey(order)
-                if isinstance(order, PullRows):
-                    self._on_pulled(order.id, end)
+                case RemoveAdapter():
+                    self._executor.adapt(order)
+                case _Offload():
+                    self._executor.offload(order.order)
+                    order.done()
+                case _Signal.BEAT:
+                    self._executor.beat()
             self._launching_since = None
