@@ -53,6 +53,8 @@ _ANSWER_SECONDS = 5.0
 """The longest that a service may take to say what it is; and for any other short call."""
 _STARTING = "STARTING"
 """Why a service that answers cannot serve."""
+_FULL = "TOO_MANY_CALLS"
+"""The reason of a service that has as many calls as it takes, and says so itself."""
 _RESETS = 30
 """Looks in a row that gRPC resets before a service counts as gone: one that is only crowded answers in between, where a
 proxy that resets every call never does."""
@@ -197,8 +199,8 @@ class LlmService:
                 await link.channels.connected()  # it may be back, and this connection still wait to be tried again
         except grpc.aio.AioRpcError as error:
             self._resets = self._resets + 1 if is_not_taken(error) else 0
-            too_much = 0 < self._resets < _RESETS and self.info is not None
-            return None if too_much else _Heard(info, _cause(error))
+            too_much = from_rpc_error(error).reason == _FULL or 0 < self._resets < _RESETS
+            return None if too_much and self.info is not None else _Heard(info, _cause(error))
         except grpc.aio.UsageError:  # the channels have been closed
             return _Heard(info, "GONE")
         except TimeoutError:
@@ -446,7 +448,7 @@ def error_of(error: grpc.aio.AioRpcError, *, begun: bool = False) -> TwinlensErr
         return TooLarge("the request is larger than the LLM service takes", reason="BODY_TOO_LARGE")
     if is_of_the_link(error):
         if not begun and is_not_taken(error):
-            return Exhausted("the LLM service has too many calls to take one more", reason="TOO_MANY_CALLS")
+            return Exhausted("the LLM service has too many calls to take one more", reason=_FULL)
         return link_lost(begun=begun)
     stated = from_rpc_error(error)
     if isinstance(stated, Unauthenticated):  # our token, not the caller's

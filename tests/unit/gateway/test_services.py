@@ -91,6 +91,15 @@ def test_a_call_that_grpc_does_not_take_is_one_too_many(begun: bool, kind: type[
     assert (type(told), told.reason, told.retry_after) == (kind, reason, 1.0)
 
 
+async def test_a_service_that_says_that_it_has_too_many_calls_is_there() -> None:
+    status = media_pb2.Status(code=8, message="too many calls are under way", reason="TOO_MANY_CALLS")
+    stub = Stub(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls are under way", status.SerializeToString())
+    service = service_of(stub)
+    for _ in range(40):
+        await service.look(())
+        assert service.info is not None
+
+
 async def test_a_service_whose_every_call_is_reset_is_gone_in_the_end() -> None:
     stub = Stub(grpc.StatusCode.UNAVAILABLE, "Received RST_STREAM with error code 7")
     service = service_of(stub)
