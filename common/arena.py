@@ -191,16 +191,33 @@ class RangeAllocator:
             gap = self._sizes[start]
             if gap < need:
                 continue
-            del self._sizes[start]
-            if gap == need:
-                del self._starts[index]
-            else:
-                self._starts[index] = start + need
-                self._sizes[start + need] = gap - need
-            self._owned[start] = need
-            bisect.insort(self.starts, start)
+            self._give(index, start, need)
             return Range(start, size)
         return None
+
+    def take(self, span: Range) -> None:
+        """Allocates this very range, of which all must be free: raises ValueError where it is not.
+
+        >>> ranges = RangeAllocator(256)
+        >>> ranges.take(Range(64, 100))
+        >>> (ranges.starts, ranges.gaps)
+        ([64], [Range(offset=0, size=64), Range(offset=192, size=64)])
+        """
+        index, need = bisect.bisect_right(self._starts, span.offset) - 1, aligned(span.size)
+        start = self._starts[index] if index >= 0 else self.capacity
+        if not start <= span.offset < span.offset + need <= start + self._sizes.get(start, 0):
+            raise ValueError("this range is not free")
+        self._give(index, span.offset, need)
+
+    def _give(self, index: int, start: int, need: int) -> None:
+        """Gives out `need` bytes of a gap; what is before them and behind them stays free."""
+        gap = self._starts[index]
+        end = gap + self._sizes.pop(gap)
+        left = [(at, size) for at, size in ((gap, start - gap), (start + need, end - start - need)) if size]
+        self._starts[index : index + 1] = [at for at, _ in left]
+        self._sizes.update(left)
+        self._owned[start] = need
+        bisect.insort(self.starts, start)
 
     def free(self, span: Range) -> None:
         """Takes a range back and merges it with the gaps beside it."""

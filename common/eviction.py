@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable
 
-from common.arena import Range, RangeAllocator
+from common.arena import Range, RangeAllocator, aligned
 
 LastUse = tuple[int, int]
 """A class, of which the lower goes first, and within it a number that grows with each use."""
@@ -63,6 +63,29 @@ def window(
         elif best is None or found < best:
             best = found
     return best[2] if best else []
+
+
+def lightest(ranges: RangeAllocator, size: int, weight: Callable[[int], int]) -> tuple[Range, list[int]]:
+    """Where `size` bytes will fit once neighbours are free whose `weight`s are the least in sum, and where those begin.
+    All may go, so there is always one, where the arena is large enough; there must be no gap that is.
+
+    >>> ranges = RangeAllocator(256)
+    >>> starts = [ranges.allocate(64).offset for _ in range(4)]
+    >>> lightest(ranges, 100, {0: 0, 64: 2, 128: 1, 192: 0}.__getitem__)
+    (Range(offset=128, size=128), [128, 192])
+    """
+    need, starts = aligned(size), ranges.starts
+    best: tuple[int, Range, list[int]] | None = None
+    begin = first = total = 0  # `total` is what ranges from `first` on weigh, which would leave room from `begin` on
+    for last, start in enumerate(starts):
+        total += weight(start)
+        end = starts[last + 1] if last + 1 < len(starts) else ranges.capacity
+        while first < last and end - ranges.end(starts[first]) >= need:
+            begin, total, first = ranges.end(starts[first]), total - weight(starts[first]), first + 1
+        if end - begin >= need and (best is None or total < best[0]):
+            best = total, Range(begin, max(need, ranges.end(start) - begin)), starts[first : last + 1]
+    assert best is not None, "the arena is too small, or empty"
+    return best[1:]
 
 
 class _Around:

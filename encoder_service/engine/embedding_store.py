@@ -20,6 +20,13 @@ from encoder_service.engine.device_pool import Slice
 _PART = 256 << 20
 """Bytes that are given back to the system at a time."""
 
+_SEARCHES = 4
+"""Searches through the store for who is the first to wait; then room is reserved. Each takes milliseconds of the loop
+where there are ten thousand entries, and there is one for each turn of it in which something was freed."""
+
+_UNWRITTEN = 1 << 20
+"""What rows that are still to be written weigh, in readers: others are looked for to make way."""
+
 
 @dataclass(slots=True, eq=False)
 class Allocation:
@@ -59,6 +66,16 @@ class Entry:
 class _Waiter:
     size: int
     future: asyncio.Future[Allocation]
+    searches: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Reservation:
+    """Neighbours that are to be one waiter's room once the `holders`, who read or write there, have gone."""
+
+    span: Range
+    waiter: _Waiter
+    holders: set[Allocation]
 
 
 class EmbeddingStore:
@@ -69,6 +86,11 @@ class EmbeddingStore:
     makes no room, neighbours of which none was used of late (`common/eviction`). Rows may be read
     where they are written, before their entry is whole: whoever pins an allocation unpins it, and until then nobody
     else gets those bytes, even if the rest of the rows never comes.
+
+    Who finds no room waits, first come, first served. Since hits pin entries all the time, what is large might never
+    find neighbours of which nobody reads one: after a few searches neighbours are reserved for it. They are no longer
+    entries, so that nobody new reads them and whoever asks for one computes it again; those who read them go on.
+    There is one reservation at a time, and others behind it are served with what is not reserved.
     """
 
     def __init__(self, buffer: SharedBuffer, row_bytes: int, *, part: int = _PART, registered: bool = False) -> None:
@@ -80,15 +102,17 @@ class EmbeddingStore:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._at: dict[int, Entry] = {}  # by offset
         self._uses = itertools.count()
-        self._uncommitted: set[Allocation] = set()
+        self._unkept: set[Allocation] = set()  # those that no entry has
         self._waiters: deque[_Waiter] = deque()
+        self._reservation: _Reservation | None = None
+        self._to_serve: asyncio.Handle | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def used(self) -> int:
-        """Bytes of entries and allocations that are not committed."""
+        """Bytes of entries, of allocations that no entry has, and of what is reserved."""
         return self._ranges.used
 
     @property
@@ -135,9 +159,9 @@ class EmbeddingStore:
         if allocation.pins:
             return
         if not allocation.kept:
-            self._uncommitted.remove(allocation)
+            self._unkept.remove(allocation)
             self._free(allocation)
-        self._serve()
+        self._serve_soon()
 
     def check_size(self, tokens: int) -> None:
         """Raises InvalidInput where so many rows never fit."""
@@ -145,7 +169,7 @@ class EmbeddingStore:
             raise InvalidInput("the rows are larger than the store", reason="ROWS_TOO_LARGE")
 
     async def allocate(self, tokens: int) -> Allocation:
-        """Room for an item's rows; evicts what it must, and waits its turn where everything is in use.
+        """Room for an item's rows; evicts what it must, and waits its turn where too much is in use.
 
         Pinned once, for the caller, until `commit` or `abandon`. Raises InvalidInput where the rows never fit.
         """
@@ -158,6 +182,8 @@ class EmbeddingStore:
         except asyncio.CancelledError:
             if not waiter.future.cancel() and not waiter.future.cancelled():
                 self.abandon(waiter.future.result())
+            elif self._reservation and self._reservation.waiter is waiter:
+                self._give_back(self._reservation)
             self._serve()
             raise
 
@@ -165,16 +191,21 @@ class EmbeddingStore:
         """Gives back what an allocation has behind its first `tokens` rows, before it is committed or read."""
         assert allocation.pins == 1, "somebody reads this allocation"
         assert not allocation.kept, "an entry has this allocation"
-        allocation.span = self._ranges.trim(allocation.span, tokens * self._row_bytes)
-        self._serve()
+        if self._is_reserved(allocation):  # the rest goes where all of it will
+            allocation.span = Range(allocation.span.offset, tokens * self._row_bytes)
+        else:
+            allocation.span = self._ranges.trim(allocation.span, tokens * self._row_bytes)
+            self._serve_soon()
 
     def commit(self, allocation: Allocation, header: Header, salt: str) -> Entry:
-        """Turns an allocation whose rows are written into an entry; the caller's pin stays on it."""
+        """Turns an allocation whose rows are written into an entry; the caller's pin stays on it. Where its room is
+        reserved, nobody else finds the entry."""
         assert header.key not in self._entries, "an entry is written once"
-        self._uncommitted.remove(allocation)
-        allocation.kept = True
         entry = Entry(header, salt_hash(salt), allocation, next(self._uses))
-        self._entries[header.key] = self._at[entry.span.offset] = entry
+        if not self._is_reserved(allocation):
+            self._unkept.remove(allocation)
+            allocation.kept = True
+            self._entries[header.key] = self._at[entry.span.offset] = entry
         return entry
 
     def abandon(self, allocation: Allocation) -> None:
@@ -187,7 +218,7 @@ class EmbeddingStore:
         gone = [entry for entry in self._entries.values() if not entry.pins]
         for entry in gone:
             self._drop(entry.span.offset)
-        self._serve()
+        self._serve_soon()
         return len(gone), sum(entry.span.size for entry in gone)
 
     async def shrink(self) -> None:
@@ -210,27 +241,84 @@ class EmbeddingStore:
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raises AssertionError where ranges and entries disagree or, at idle, where something is still held."""
         self._ranges.check_integrity()
-        held = [*(entry.allocation for entry in self._entries.values()), *self._uncommitted]
-        spans = [allocation.span for allocation in held]
+        held = [*(entry.allocation for entry in self._entries.values()), *self._unkept]
+        spans = [allocation.span for allocation in held if not self._is_reserved(allocation)]
+        if self._reservation:
+            spans.append(self._reservation.span)
+            assert self._reservation.holders <= self._unkept, "who reads what is reserved has no pin"
         assert self._at == {entry.span.offset: entry for entry in self._entries.values()}, "an entry is elsewhere"
         assert sum(aligned(span.size) for span in spans) == self._ranges.used, "a range has no owner"
         if idle:
-            assert not self._uncommitted, "an allocation was neither committed nor abandoned"
+            assert not self._unkept, "an allocation was neither committed nor abandoned"
             assert not self._waiters, "someone waits for an idle store"
+            assert not self._reservation, "room is reserved in an idle store"
             assert not any(entry.pins for entry in self._entries.values()), "an entry is still pinned"
 
+    def _serve_soon(self) -> None:
+        """Has those who wait served in the loop's next turn: once, however much is freed in this one."""
+        if self._to_serve is None and (self._waiters or self._reservation):
+            self._to_serve = asyncio.get_running_loop().call_soon(self._serve)
+
     def _serve(self) -> None:
+        if self._to_serve is not None:
+            self._to_serve.cancel()
+            self._to_serve = None
+        if self._reservation and not self._reservation.holders:
+            self._fulfil(self._reservation)
         while self._waiters:
             waiter = self._waiters[0]
             if not waiter.future.done():
-                if (span := self._make_room(waiter.size)) is None:
+                if (span := self._room(waiter)) is not None:
+                    waiter.future.set_result(self._hold(span))
+                elif waiter.searches < _SEARCHES or self._reservation:
                     return
-                waiter.future.set_result(self._hold(span))
+                else:
+                    self._reserve(waiter)
             self._waiters.popleft()
+
+    def _room(self, waiter: _Waiter) -> Range | None:
+        if waiter.searches == _SEARCHES:  # it waits until another's reservation has ended, or for a gap
+            return self._ranges.allocate(waiter.size)
+        waiter.searches += 1
+        return self._make_room(waiter.size)
+
+    def _reserve(self, waiter: _Waiter) -> None:
+        span, starts = eviction.lightest(self._ranges, waiter.size, self._holders)
+        for start in starts:
+            if start in self._at:
+                self._drop(start)
+        holders = {each for each in self._unkept if span.offset <= each.span.offset < span.end}
+        for holder in holders:
+            self._ranges.free(holder.span)
+        self._ranges.take(span)  # in one piece, which is given to nobody while it empties
+        self._reservation = _Reservation(span, waiter, holders)
+        if not holders:
+            self._fulfil(self._reservation)
+
+    def _holders(self, start: int) -> int:
+        entry = self._at.get(start)
+        return entry.pins if entry else _UNWRITTEN
+
+    def _is_reserved(self, allocation: Allocation) -> bool:
+        return self._reservation is not None and allocation in self._reservation.holders
+
+    def _fulfil(self, reservation: _Reservation) -> None:
+        self._reservation = None
+        if reservation.waiter.future.done():  # its caller has left, and will hear of it
+            self._ranges.free(reservation.span)
+        else:
+            span = self._ranges.trim(reservation.span, reservation.waiter.size)
+            reservation.waiter.future.set_result(self._hold(span))
+
+    def _give_back(self, reservation: _Reservation) -> None:
+        self._reservation = None
+        self._ranges.free(reservation.span)
+        for holder in reservation.holders:
+            self._ranges.take(holder.span)
 
     def _hold(self, span: Range) -> Allocation:
         allocation = Allocation(span)
-        self._uncommitted.add(allocation)
+        self._unkept.add(allocation)
         return allocation
 
     def _make_room(self, size: int) -> Range | None:
@@ -243,12 +331,20 @@ class EmbeddingStore:
         return (0, entry.used) if entry and not entry.pins else None
 
     def _drop(self, offset: int) -> None:
+        """Forgets an entry; its bytes are free when those who read them have gone."""
         entry = self._at.pop(offset)
         del self._entries[entry.header.key]
-        self._free(entry.allocation)
+        if entry.pins:
+            entry.allocation.kept = False
+            self._unkept.add(entry.allocation)
+        else:
+            self._free(entry.allocation)
 
     def _free(self, allocation: Allocation) -> None:
-        self._ranges.free(allocation.span)
+        if self._reservation is not None and self._is_reserved(allocation):
+            self._reservation.holders.remove(allocation)
+        else:
+            self._ranges.free(allocation.span)
         for copy in allocation.copies.values():
             copy.drop()
 

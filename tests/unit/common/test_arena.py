@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer
+from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer, aligned
 
 
 class AnyOrderOfRanges(RuleBasedStateMachine):
@@ -41,6 +41,17 @@ class AnyOrderOfRanges(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         self.ranges.free(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule(cell=st.integers(0, 30), size=st.integers(1, 400))
+    def take_this_one(self, cell: int, size: int) -> None:
+        wanted = Range(cell * ALIGNMENT, size)
+        end = wanted.offset + aligned(size)
+        if any(gap.offset <= wanted.offset and end <= gap.end for gap in self.ranges.gaps):
+            self.ranges.take(wanted)
+            self.held.append(wanted)
+        else:
+            with pytest.raises(ValueError, match="not free"):
+                self.ranges.take(wanted)
 
     @invariant()
     def pieces_tile_the_arena(self) -> None:

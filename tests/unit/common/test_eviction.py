@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.arena import ALIGNMENT, RangeAllocator
-from common.eviction import LastUse, window
+from common.eviction import LastUse, lightest, window
 
 Pieces = list[tuple[int, str]]
 
@@ -57,6 +57,34 @@ def _windows(ranges: RangeAllocator, size: int, used: dict[int, LastUse]) -> lis
                 found.append(starts[first:end])
                 break
     return found
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(0, 3)), min_size=1, max_size=24),
+    st.integers(1, 40),
+)
+def test_those_make_way_that_weigh_the_least_where_all_may(pieces: list[tuple[int, bool, int]], cells: int):
+    ranges = RangeAllocator(sum(cells for cells, _, _ in pieces) * ALIGNMENT)
+    spans = [ranges.allocate(cells * ALIGNMENT) for cells, _, _ in pieces]
+    weights: dict[int, int] = {}
+    for span, (_, gap, weight) in zip(spans, pieces, strict=True):
+        assert span is not None
+        if gap:
+            ranges.free(span)
+        else:
+            weights[span.offset] = weight
+    size = cells * ALIGNMENT
+    windows = _windows(ranges, size, dict.fromkeys(weights, (0, 0)))
+    if not windows or not all(windows):
+        return
+    room, going = lightest(ranges, size, weights.__getitem__)
+    assert going in windows
+    assert sum(map(weights.__getitem__, going)) == min(sum(map(weights.__getitem__, each)) for each in windows)
+    assert room.size >= size
+    for start in going:
+        ranges.free(next(span for span in spans if span is not None and span.offset == start))
+    ranges.take(room)
+    ranges.check_integrity()
 
 
 def test_the_search_looks_at_a_few_of_many() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+from collections import deque
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from common import eviction
 from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
 from common.media.item import Grid, Header, Modality
@@ -116,10 +119,194 @@ async def test_an_allocation_that_is_cancelled_as_it_is_granted_comes_back(store
     waiting = asyncio.create_task(store.allocate(16))
     await asyncio.sleep(0)
     store.unpin(entry.allocation)
+    asyncio.get_running_loop().call_soon(waiting.cancel)  # just after it is granted
+    await asyncio.gather(waiting, return_exceptions=True)
+    store.check_integrity(idle=True)
+    assert store.used == 0
+
+
+class Readers:
+    """Hits that overtake: in each step another entry of one row begins to be read, for `steps` steps."""
+
+    def __init__(self, store: EmbeddingStore, steps: int) -> None:
+        self.store = store
+        self.reading: deque[tuple[Entry, bytes]] = deque()
+        self._steps = steps
+
+    async def put_all(self) -> None:
+        for number in range(self.store.capacity // ROW):
+            entry = await put(self.store, b"%d" % number, 1)
+            self.store.buffer.slice(entry.span)[:] = b"%02d" % number * (ROW // 2)
+
+    async def step(self, number: int) -> None:
+        """Numbers far from each other, so that what is read is spread over the store."""
+        if entry := self.store.use(b"%d" % (number * 7 % 16), ""):
+            self.store.pin(entry.allocation)
+            self.reading.append((entry, bytes(self.store.buffer.slice(entry.span))))
+        if len(self.reading) > self._steps or (self.reading and entry is None):
+            self._stop_reading()
+        await turns()
+        self.store.check_integrity()
+
+    def _stop_reading(self) -> None:
+        entry, rows = self.reading.popleft()
+        assert bytes(self.store.buffer.slice(entry.span)) == rows, "what is read was overwritten"
+        self.store.unpin(entry.allocation)
+
+    async def stop(self) -> None:
+        while self.reading:
+            self._stop_reading()
+        await turns()
+
+
+async def test_large_rows_are_not_overtaken_for_ever_and_small_ones_behind_them_get_on(store, monkeypatch):
+    readers, searches = Readers(store, 6), 0
+    window = eviction.window
+
+    def counted(*args):
+        nonlocal searches
+        searches += 1
+        return window(*args)
+
+    await readers.put_all()
+    for number in range(6):
+        await readers.step(number)
+    monkeypatch.setattr(eviction, "window", counted)
+    large, small = (asyncio.create_task(store.allocate(tokens)) for tokens in (8, 1))
+    await turns()
+    assert not large.done()
+    assert not small.done(), "first come, first served"
+    for number in range(6, 60):
+        await readers.step(number)
+        if small.done():
+            store.buffer.slice(small.result().span)[:] = bytes(ROW)
+        if large.done():
+            break
+    store.buffer.slice(large.result().span)[:] = bytes(8 * ROW)
+    assert small.done()
+    assert readers.reading, "nothing had to be idle for it"
+    assert searches <= 6, "not one for each that reads"
+    await readers.stop()
+    store.abandon(large.result())
+    store.abandon(small.result())
+    store.check_integrity(idle=True)
+
+
+async def reserving(store: EmbeddingStore, tokens: int) -> asyncio.Task:
+    """One that has waited until room is reserved for it."""
+    waiting = asyncio.create_task(store.allocate(tokens))
+    await turns()
+    passing = [asyncio.create_task(store.allocate(1)) for _ in range(4)]
+    await turns()
+    assert not waiting.done()
+    for each in passing:
+        if each.done():
+            store.abandon(each.result())
+        each.cancel()
+    await asyncio.gather(*passing, return_exceptions=True)
+    return waiting
+
+
+async def test_what_is_reserved_is_read_to_its_end_and_found_by_nobody(store):
+    entries = [await put(store, key, 4) for key in (b"a", b"b", b"c", b"d")]
+    for entry in (entries[0], entries[2], entries[2]):
+        store.pin(entry.allocation)
+    waiting = await reserving(store, 8)
+    assert [store.has(key, "") for key in (b"a", b"b", b"c", b"d")] == [False, False, True, False], "the fewest readers"
+    again = asyncio.create_task(put(store, b"a", 4))
+    await turns()
+    assert store.use(b"a", "") is again.result(), "it is computed again meanwhile"
+    assert again.result().span.offset == entries[3].span.offset
+    assert not waiting.done()
+    store.unpin(entries[0].allocation)
+    allocation = await waiting
+    assert allocation.span == Range(0, 8 * ROW)
+    store.abandon(allocation)
+    for _ in range(2):
+        store.unpin(entries[2].allocation)
+    store.check_integrity(idle=True)
+
+
+async def test_who_leaves_gives_back_what_was_reserved_but_for_what_is_read(store):
+    entries = [await put(store, key, 4) for key in (b"a", b"b", b"c", b"d")]
+    for entry in (entries[0], entries[2]):
+        store.pin(entry.allocation)
+        store.buffer.slice(entry.span)[:] = b"r" * 4 * ROW
+    waiting = await reserving(store, 8)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    store.check_integrity()
+    others = [await store.allocate(4) for _ in range(2)]
+    for other in others:
+        store.buffer.slice(other.span)[:] = bytes(4 * ROW)
+    assert all(bytes(store.buffer.slice(entries[at].span)) == b"r" * 4 * ROW for at in (0, 2))
+    for allocation in (*others, entries[0].allocation, entries[2].allocation):
+        store.unpin(allocation)
+    store.check_integrity(idle=True)
+
+
+async def test_who_leaves_just_before_the_last_reader_is_given_nothing(store):
+    entry = await put(store, b"a", 10)
+    store.pin(entry.allocation)
+    waiting = await reserving(store, 16)
+    store.unpin(entry.allocation)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     store.check_integrity(idle=True)
     assert store.used == 0
+
+
+async def test_rows_that_are_written_where_room_is_reserved_are_trimmed_and_read_but_not_kept(store):
+    writing = await store.allocate(10)
+    waiting = await reserving(store, 16)
+    store.trim(writing, 6)
+    entry = store.commit(writing, header(b"a", 6), "")
+    store.check_integrity()
+    assert not store.has(b"a", "")
+    with store.pinned(entry.allocation):
+        store.unpin(entry.allocation)
+        await turns()
+        assert not waiting.done()
+    store.abandon(await waiting)
+    store.check_integrity(idle=True)
+
+
+async def test_many_of_all_sizes_over_a_small_store_all_get_their_turn(store):
+    draw, served = random.Random(5), 0
+
+    async def serve(number: int) -> None:
+        nonlocal served
+        name, tokens = draw.randrange(40), draw.choice([1, 1, 1, 2, 3, 8, 14])
+        entry = store.use(b"%d %d" % (name, tokens), "")
+        if entry is not None:
+            store.pin(entry.allocation)
+            allocation = entry.allocation
+        else:
+            allocation = await store.allocate(tokens)
+            store.buffer.slice(allocation.span)[:] = bytes([1 + name]) * allocation.span.size
+        try:
+            for _ in range(draw.randrange(6)):
+                await asyncio.sleep(0)
+            store.check_integrity()
+            if entry is None and number % 5 == 0 and tokens > 1:
+                store.trim(allocation, tokens - 1)
+            elif entry is None and not store.has(b"%d %d" % (name, tokens), ""):
+                store.commit(allocation, header(b"%d %d" % (name, tokens), tokens), "")
+            for _ in range(draw.randrange(6)):
+                await asyncio.sleep(0)
+            assert set(store.buffer.slice(allocation.span)) == {1 + name}, "rows were overwritten"
+        finally:
+            store.unpin(allocation)
+        served += 1
+
+    tasks = [asyncio.create_task(serve(number)) for number in range(400)]
+    for task in draw.sample(tasks, 50):
+        await asyncio.sleep(0)
+        task.cancel()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 180)
+    assert {type(result) for result in results if result is not None} <= {asyncio.CancelledError}
+    assert served >= 350
+    store.check_integrity(idle=True)
 
 
 async def test_a_flush_leaves_what_is_being_read(store):
