@@ -28,6 +28,11 @@ class Module:
     syntax: ast.Module
 
     @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of its syntax."""
+        return tuple(ast.walk(self.syntax))
+
+    @cached_property
     def imports(self) -> tuple[Import, ...]:
         """Everything that it imports."""
         return tuple(self._walk(self.syntax, deferred=False, typing_only=False))

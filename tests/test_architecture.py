@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -215,7 +215,7 @@ SHARED_MEMORY = ("multiprocessing.shared_memory", "multiprocessing.resource_trac
 
 def _unsafe_calls(module: Module) -> list[str]:
     found = []
-    for node in ast.walk(module.syntax):
+    for node in module.nodes:
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             flags = {keyword.arg for keyword in node.keywords if not _is_false(keyword.value)}
@@ -240,21 +240,21 @@ def one_owner(tree: Tree) -> list[str]:
 
 def _assigned(module: Module, noun: str) -> Iterator[ast.Attribute]:
     """Fields that are assigned to of what is called as the noun, or is an argument of its type."""
-    for function in (module.syntax, *_functions(module.syntax)):
-        names = {noun.lower()}
-        if not isinstance(function, ast.Module):
+    yield from _assigned_within(module.nodes, {noun.lower()})
+    for function in module.nodes:
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             given = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
-            names |= {each.arg for each in given if each.annotation and ast.unparse(each.annotation) == noun}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-                holder = node.value
-                called = holder.id if isinstance(holder, ast.Name) else getattr(holder, "attr", "")
-                if called in names:
-                    yield node
+            if names := {each.arg for each in given if each.annotation and ast.unparse(each.annotation) == noun}:
+                yield from _assigned_within(ast.walk(function), names)
 
 
-def _functions(syntax: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(syntax) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+def _assigned_within(nodes: Iterable[ast.AST], names: set[str]) -> Iterator[ast.Attribute]:
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            holder = node.value
+            called = holder.id if isinstance(holder, ast.Name) else getattr(holder, "attr", "")
+            if called in names:
+                yield node
 
 
 def one_name_one_thing(tree: Tree) -> list[str]:
@@ -290,8 +290,8 @@ def threads_of_the_start(tree: Tree) -> list[str]:
     for module in tree.modules.values():
         found += [
             f"{module.name}:{node.lineno}"
-            for node in ast.walk(module.syntax)
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.to_thread"
+            for node in module.nodes
+            if isinstance(node, ast.Attribute) and node.attr == "to_thread" and ast.unparse(node) == "asyncio.to_thread"
         ]
     return found
 

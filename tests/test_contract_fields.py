@@ -42,7 +42,7 @@ def words(package: str) -> set[str]:
     tree: Any = Tree.read(ROOT, (package,))
     found: set[str] = set()
     for module in tree.modules.values():
-        for node in ast.walk(module.syntax):
+        for node in module.nodes:
             match node:
                 case ast.Attribute(attr=name) | ast.keyword(arg=str(name)) | ast.Constant(value=str(name)):
                     found.add(name)

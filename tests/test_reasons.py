@@ -17,33 +17,34 @@ WORD = re.compile(r"[A-Z0-9]+(_[A-Z0-9]+)*")
 ROW = re.compile(r"^\| ([A-Z_]+) \| `([A-Z0-9_]+)` \| .+ \|$", re.MULTILINE)
 
 Pair = tuple[str, str]
+Nodes = tuple[ast.AST, ...]
 
 
 def raised(tree: Tree) -> set[Pair]:
     """(status, reason) of every error that is made in a tree of sources."""
-    modules = [module.syntax for name, module in tree.modules.items() if name != "common.errors"]
-    constants = {name: words for syntax in [*modules, _errors()] for name, words in _assigned(syntax) if name.isupper()}
-    for name, words in (pair for syntax in modules for pair in _rows(syntax)):
+    modules = [module.nodes for name, module in tree.modules.items() if name != "common.errors"]
+    constants = {name: words for nodes in [*modules, _errors()] for name, words in _assigned(nodes) if name.isupper()}
+    for name, words in (pair for nodes in modules for pair in _rows(nodes)):
         constants[name] = constants.get(name, set()) | words
-    return {pair for syntax in modules for pair in _made(syntax, constants | dict(_assigned(syntax)))}
+    return {pair for nodes in modules for pair in _made(nodes, constants | dict(_assigned(nodes)))}
 
 
-def _errors() -> ast.Module:
-    return ast.parse((ROOT / "common/errors.py").read_text())
+def _errors() -> Nodes:
+    return tuple(ast.walk(ast.parse((ROOT / "common/errors.py").read_text())))
 
 
-def _assigned(syntax: ast.Module) -> Iterator[tuple[str, set[str]]]:
+def _assigned(nodes: Nodes) -> Iterator[tuple[str, set[str]]]:
     """Names that are bound to reasons, in a module or a function: `reason = "A" if video else "B"`."""
-    for node in ast.walk(syntax):
+    for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and (words := _words(node.value)):
                 yield target.id, words
 
 
-def _rows(syntax: ast.Module) -> Iterator[tuple[str, set[str]]]:
+def _rows(nodes: Nodes) -> Iterator[tuple[str, set[str]]]:
     """Fields of tables' rows that are bound to reasons: `Row(too_large="A")`, said as `reason=row.too_large`."""
-    for node in ast.walk(syntax):
+    for node in nodes:
         if isinstance(node, ast.keyword) and node.arg not in (None, "reason") and (words := _words(node.value)):
             yield f".{node.arg}", words
 
@@ -58,8 +59,8 @@ def _words(node: ast.expr) -> set[str]:
             return set()
 
 
-def _made(syntax: ast.Module, named: dict[str, set[str]]) -> Iterator[Pair]:
-    for call in ast.walk(syntax):
+def _made(nodes: Nodes, named: dict[str, set[str]]) -> Iterator[Pair]:
+    for call in nodes:
         if not isinstance(call, ast.Call):
             continue
         name = ast.unparse(call.func).rpartition(".")[2]
