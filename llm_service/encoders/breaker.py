@@ -17,7 +17,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 4.0
 
 _RETRY_SHARE = 0.2
 _RESERVE = 64.0
-"""Retries: as many streams as may stand at an encoder when it dies."""
+"""Retries."""
 
 DEATHS = 2
 """Encoders that died over an item, after which it is refused."""
@@ -65,7 +65,7 @@ class Breaker:
 
 class RetryBudget:
     """At most one retry for five items, beyond a `reserve` that is always there to be had: when everything fails,
-    retries must not make it worse."""
+    retries must not make it worse. Those who were with an encoder that is gone may go to another one all the same."""
 
     def __init__(self, reserve: float = _RESERVE) -> None:
         self._reserve = reserve

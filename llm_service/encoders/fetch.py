@@ -311,6 +311,8 @@ class Fetch:
             replica.health.suspect(self._affinity if heard and error.reason == UNREACHABLE else None)
         _log.info("stream broke", address=replica.address, request_id=self._asking.request_id, reason=error.reason)
         self._failures += 1
-        if self._failures >= _ATTEMPTS or not self._links.budget.spend():
+        if self._failures >= _ATTEMPTS:
+            raise error
+        if not self._links.budget.spend() and not (error.reason == UNREACHABLE and await replica.health.is_gone()):
             raise error
         self._links.counters.retries += 1

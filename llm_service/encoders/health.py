@@ -94,8 +94,13 @@ class EncoderHealth:
         self._judged.set()
 
     async def judged(self) -> None:
-        """Returns when it is known what became of an encoder that was suspected with an item."""
+        """Returns when it is known what became of an encoder that was suspected."""
         await self._judged.wait()
+
+    async def is_gone(self) -> bool:
+        """Whether an encoder that was suspected is no longer there."""
+        await self.judged()
+        return not self.fits
 
     def is_suspected_with(self, affinity: bytes) -> bool:
         """Whether it is not known yet if the encoder died when the stream of this item broke."""
@@ -107,7 +112,7 @@ class EncoderHealth:
         self.answers = False
         if affinity is not None:
             self._at_its_end.add(affinity)
-            self._judged.clear()
+        self._judged.clear()
         self._recheck.set()
 
     def hear(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 
 import grpc
 import numpy as np
@@ -361,6 +362,17 @@ async def test_when_everything_fails_retries_do_not_make_it_worse(fails: Say, en
         ends = await asyncio.gather(*items, return_exceptions=True)
         assert all(isinstance(end, DataLoss | Unavailable) for end in ends)
         assert b.receiver.counters.attempts <= 1.2 * count + 4
+
+
+async def test_all_items_of_an_encoder_that_ends_go_to_another_one() -> None:
+    """However many they are: the budget is for encoders that fail again and again."""
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), rows=12 * ROWS, budget=RetryBudget(2.0)) as b:
+        await b.usable(2)
+        dying = b.encoders[0]
+        names = (f"picture {number}".encode() for number in itertools.count())
+        its_own = [*itertools.islice((name for name in names if b.first_and_second(name)[0] is dying), 6)]
+        dying.script = [dying.dies(len(its_own))]
+        assert await asyncio.gather(*map(b.whole, its_own)) == [*map(content, its_own)]
 
 
 async def test_errors_that_callers_see_are_of_our_tree() -> None:
