@@ -133,16 +133,16 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     if device.type == "cuda":
         arena.pin()
-    share = _Share(settings, decoder, drafting, arena, group)
+    loaded = _LoadedModel(settings, decoder, drafting, arena, group)
     group.all_reduce_min(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
-    changeover, graphs = _run_largest_step(share, adapters)
+    changeover, graphs = _run_largest_step(loaded, adapters)
     context = served.longest(settings.max_context)
     free = gauge.free() - graphs * settings.graph_bytes
-    room = _room(share, cache_budget(settings, free, gpu=device.type == "cuda"), context)
-    runner = share.runner(room, adapters, _core_share(share, use))
+    room = _room(loaded, cache_budget(settings, free, gpu=device.type == "cuda"), context)
+    runner = loaded.runner(room, adapters, _core_share(loaded, use))
     if graphs:
-        _capture(runner, settings, context, share)
+        _capture(runner, settings, context, loaded)
     waits = len(unmeant_waits(runner)) if device.type == "cuda" else 0
     return LoadedRank(runner, weights, settings.max_step_tokens, room.block_bytes, waits, changeover)
 
@@ -180,7 +180,7 @@ class _Room:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _LoadedModel:
     """What a rank computes with, once its share of the weights is there."""
 
     settings: EngineSettings
@@ -236,14 +236,14 @@ class _Share:
         return HostCache(tensors, room.host_blocks, memory=memory, place_bytes=room.place_bytes)
 
 
-def _core_share(share: _Share, use: Callable[[int], None]) -> CoreShare | None:
+def _core_share(loaded: _LoadedModel, use: Callable[[int], None]) -> CoreShare | None:
     """This process's of its host's cores, taken anew between layers; None where it has its cores for itself."""
-    if not share.settings.core_share or share.device.type != "cpu" or share.group.size > 1:
+    if not loaded.settings.core_share or loaded.device.type != "cpu" or loaded.group.size > 1:
         return None
     cores = CoreShare.of_this_host(torch.get_num_threads(), use)
-    if cores is not None and isinstance(share.decoder, Decoder):
-        drafting = share.drafting
-        cores.between([*share.decoder.layers, *(drafting.decoder.layers if drafting is not None else ())])
+    if cores is not None and isinstance(loaded.decoder, Decoder):
+        drafting = loaded.drafting
+        cores.between([*loaded.decoder.layers, *(drafting.decoder.layers if drafting is not None else ())])
     return cores
 
 
@@ -254,32 +254,34 @@ def _host_memory(settings: EngineSettings, rank: int) -> memoryview:
     return whole.view[rank * size : (rank + 1) * size]
 
 
-def _run_largest_step(share: _Share, adapters: RankAdapters | HfAdapters | None) -> tuple[Changeover | None, bool]:
+def _run_largest_step(
+    loaded: _LoadedModel, adapters: RankAdapters | HfAdapters | None
+) -> tuple[Changeover | None, bool]:
     """Runs the largest step, so that its memory is known; who computes it until our kernels are there, and whether
     there can be graphs."""
-    settings, device = share.settings, share.device
+    settings, device = loaded.settings, loaded.device
     # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
     given = settings.kv_cache_bytes and device.type == "cpu"
-    plan, blocks = _more_than_few(settings) if given else largest_step(settings, share.arena.row_bytes)
-    first, changeover = share.runner(_Room(blocks, len(plan.chunks))), None
+    plan, blocks = _more_than_few(settings) if given else largest_step(settings, loaded.arena.row_bytes)
+    first, changeover = loaded.runner(_Room(blocks, len(plan.chunks))), None
     if _uses_our_kernels(settings, device):
         names = sorted({*first.kernels(), *(adapters.kernels() if adapters is not None else ())})
-        changeover = _begin(names, share.group, wait=settings.kernels == "wait")
+        changeover = _begin(names, loaded.group, wait=settings.kernels == "wait")
     first.warm_up()
-    if settings.compile and isinstance(share.decoder, Decoder):
-        _compile(share.decoder, share.group, device)
+    if settings.compile and isinstance(loaded.decoder, Decoder):
+        _compile(loaded.decoder, loaded.group, device)
     first.run(prompt(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
     first.run(plan)
     return changeover, device.type == "cuda" and settings.graphs != "off" and _capturable(first)
 
 
-def _room(share: _Share, budget: int, context: int) -> _Room:
+def _room(loaded: _LoadedModel, budget: int, context: int) -> _Room:
     """What every rank can keep in its own `budget` of bytes. Raises CheckpointError where that is too little."""
-    settings, decoder, group = share.settings, share.decoder, share.group
+    settings, decoder, group = loaded.settings, loaded.decoder, loaded.group
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
     one_slot = slot_bytes(specs)
     one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, settings.kv_cache_dtype)
-    one_block += share.drafting.block_bytes(settings.block_size) if share.drafting is not None else 0
+    one_block += loaded.drafting.block_bytes(settings.block_size) if loaded.drafting is not None else 0
     slots = slot_count(settings, one_slot, budget, group)
     budget -= slots * one_slot
     snapshots = snapshot_count(settings, one_slot, budget, group)
@@ -289,7 +291,7 @@ def _room(share: _Share, budget: int, context: int) -> _Room:
     return _Room(blocks, slots, snapshots, host_blocks, largest, one_block)
 
 
-def _capture(runner: ModelRunner, settings: EngineSettings, context: int, share: _Share) -> None:
+def _capture(runner: ModelRunner, settings: EngineSettings, context: int, loaded: _LoadedModel) -> None:
     """Captures graphs of steps up to a context, those of a model that proposes drafts as well."""
     bounds = CaptureBounds(
         settings.max_running,
@@ -299,8 +301,8 @@ def _capture(runner: ModelRunner, settings: EngineSettings, context: int, share:
         settings.speculative_tokens,
         settings.draft_rows,
     )
-    capture = CudaCapture(share.device)
-    runner.capture(bounds, capture, max_bytes=settings.graph_bytes, agree=share.group.all_reduce_min)
+    capture = CudaCapture(loaded.device)
+    runner.capture(bounds, capture, max_bytes=settings.graph_bytes, agree=loaded.group.all_reduce_min)
     if runner.proposer is not None:
         runner.proposer.capture(bounds, capture, max_bytes=settings.graph_bytes)
 
