@@ -191,15 +191,15 @@ async def test_an_encoder_that_answers_is_not_used_before_streams_can_go_there()
     async with bench(ScriptedEncoder(), check_seconds=600) as b:
         await b.usable(1)
         (replica,) = b.pool.replicas
-        connection = replica._connections._connections[0]
+        channels = replica._connections._channels.calls
         with socket.socket() as deaf:
             deaf.bind(("127.0.0.1", 0))
-            there = connection.channel
-            connection.channel = open_channel(f"127.0.0.1:{deaf.getsockname()[1]}", ChannelSecurity())
+            there = channels[0]
+            channels[0] = open_channel(f"127.0.0.1:{deaf.getsockname()[1]}", ChannelSecurity())
             assert await replica._check() is LATE
             assert "connection" in replica.trouble
-            await connection.channel.close()
-        connection.channel = there
+            await channels[0].close()
+        channels[0] = there
         assert await replica._check() is ANSWERS
 
 
