@@ -65,6 +65,11 @@ def window(
     return best[2] if best else []
 
 
+def fits_around(ranges: RangeAllocator, start: int, size: int, last_use: Callable[[int], LastUse | None]) -> bool:
+    """Whether a range that may go is part of a `window`: a look at its neighbours, and not at all that may go."""
+    return _Around(ranges, start, size, last_use).best() is not None
+
+
 def lightest(ranges: RangeAllocator, size: int, weight: Callable[[int], int]) -> tuple[Range, list[int]]:
     """Where `size` bytes will fit once neighbours are free whose `weight`s are the least in sum, and where those begin.
     All may go, so there is always one, where the arena is large enough; there must be no gap that is.

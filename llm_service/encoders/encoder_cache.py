@@ -101,6 +101,7 @@ class EncoderCache:
         self._leaving: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._overtakings = 0
+        self._lacking = 0  # bytes of the smallest item that had no room when one was looked for last
         self._freed = asyncio.Event()
 
     @property
@@ -138,6 +139,7 @@ class EncoderCache:
             while (entries := self._try_acquire(headers)) is None:
                 if not any(entry.refs for entry in self._entries.values()) and self.flush():
                     continue  # nobody is in the way but cache that cuts the arena in pieces
+                self._lacking = min(self._size(each) for each in headers if not self.knows(each.rows_key))
                 self._freed.clear()
                 await self._freed.wait()
         return entries
@@ -215,16 +217,26 @@ class EncoderCache:
             return
         if entry.complete and entry.error is None:
             self._idle[entry.header.rows_key] = next(self._uses)
+            if not self._may_be_enough(entry):
+                return
         else:
             if entry.filler is not None:
                 entry.filler.cancel()
             self._drop(entry)
         self._freed.set()
 
+    def _may_be_enough(self, entry: CacheEntry) -> bool:
+        """Whether to look for room again now that an entry is idle. To look for it takes milliseconds of the loop, or
+        tens, where there are ten thousand entries; one that leaves too little around it changes nothing."""
+        if not self._turn.locked() or len(self._idle) == len(self._entries):
+            return True
+        return eviction.fits_around(self._ranges, entry.place.offset, self._lacking, self._last_use)
+
     def forget(self, entry: CacheEntry) -> None:
         """Makes sure that no new request takes an entry that has failed; its place is freed with the last reference."""
         if self._entries.get(entry.header.rows_key) is entry:
             del self._entries[entry.header.rows_key]
+            self._freed.set()  # who waits may have counted on it
 
     def _drop(self, entry: CacheEntry) -> None:
         if self._entries.get(entry.header.rows_key) is entry:

@@ -6,9 +6,11 @@ import asyncio
 import hashlib
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
+from common import eviction
 from common.errors import InvalidInput, Unavailable
 from common.media.item import Grid, Header, Modality
 from common.wire import DType, RowLayout
@@ -144,6 +146,39 @@ async def test_room_is_made_without_a_look_at_each_cached_entry(cache: EncoderCa
     assert looked.times <= ROWS // 2, "a few for each that goes"
     assert not cache.knows(header("0", 1).rows_key)
     assert cache.knows(header("3", 1).rows_key)
+
+
+async def test_room_is_looked_for_again_only_where_what_is_given_back_leaves_enough(
+    cache: EncoderCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sixteen rows each fourth stays in use until six of them side by side are wanted."""
+    await remember(cache, *((str(number), 1) for number in range(ROWS)))
+    held = [(await cache.acquire([header(str(number), 1)]))[0] for number in (*range(0, ROWS, 4), 6)]
+    searches, window = 0, eviction.window
+
+    def counted(*args: Any) -> list[int]:
+        nonlocal searches
+        searches += 1
+        return window(*args)
+
+    monkeypatch.setattr(eviction, "window", counted)
+    late = waiting(cache, header("wide", 6))
+    await run_ready_tasks()
+    assert searches == 1
+    for _ in range(8):
+        assert cache.acquire_now([header("6", 1)]) == [held[-1]]
+        cache.release(held[-1])
+    for entry in (held[-1], held[0]):  # four are idle side by side from then on
+        cache.release(entry)
+        await run_ready_tasks()
+    assert not late.done()
+    assert searches == 1
+    cache.release(held[1])
+    await run_ready_tasks()
+    assert late.done()
+    assert searches == 2
+    for entry in (*late.result(), *held[2:-1]):
+        cache.release(entry)
 
 
 async def test_nothing_is_evicted_in_vain(cache: EncoderCache) -> None:
