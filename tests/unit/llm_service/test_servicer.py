@@ -10,12 +10,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
+from llm_service.convert import answers
 from llm_service.convert.requests import RequestReader
 from llm_service.generation.events import PromptLogprobsDelta
 from llm_service.generation_config import SamplingDefaults
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.detokenizer import TokenTexts
-from llm_service.servicer import LlmServicer, _prompt_delta
+from llm_service.servicer import LlmServicer
 from twinlens import v1
 
 CONTEXT: Any = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "ipv4:127.0.0.1:1")
@@ -73,7 +74,7 @@ def test_the_bytes_of_tokens_make_the_text_and_a_special_token_has_its_name(text
 def test_scores_come_with_the_texts_of_their_tokens(texts: TokenTexts) -> None:
     umlaut = texts._tokenizer.encode("ü").ids
     scores = [TokenLogprobs(-1.0, [(umlaut[1], -0.5)]), TokenLogprobs(0.0, [])]
-    said = _prompt_delta(PromptLogprobsDelta(1, [256, 257], scores), texts).prompt
+    said = answers.prompt_logprobs(PromptLogprobsDelta(1, [256, 257], scores), texts).delta.prompt
     assert [(each.text, each.text_bytes) for each in said.logprobs] == [
         (" a", b" a"),
         ("<|end ü|>", "<|end ü|>".encode()),
