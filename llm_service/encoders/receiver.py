@@ -32,14 +32,23 @@ from llm_service.encoders.identity import Identity, identify
 from llm_service.encoders.pool import EncoderPool
 from llm_service.request import MediaItem, Request
 
+_HEADER_SECONDS = 1.0
+"""How long the items of a request keep places at encoders for one whose header has not come: it may be a download."""
+
 
 class RowReceiver:
     """Fills entries of the encoder cache from encoders. `patience` is how long an item waits for room at full encoders,
-    `budget` what bounds retries."""
+    `budget` what bounds retries; items wait `header_seconds` for each other's headers before they leave places."""
 
     def __init__(
-        self, pool: EncoderPool, cache: EncoderCache, patience: float, budget: RetryBudget | None = None
+        self,
+        pool: EncoderPool,
+        cache: EncoderCache,
+        patience: float,
+        budget: RetryBudget | None = None,
+        header_seconds: float = _HEADER_SECONDS,
     ) -> None:
+        self._header_seconds = header_seconds
         self._links = Links(pool, patience, budget=budget or RetryBudget())
         self.cache = cache
         self._others: dict[CacheEntry, Fetch | None] = {}
@@ -112,9 +121,11 @@ class RowReceiver:
         called before an encoder is asked: it may raise.
         """
         fetches: list[Fetch | None] = [None] * len(request.media)
+        late = False
 
         def leave_places() -> None:
-            if any(fetch is not None and fetch.waits_for_room for fetch in fetches):
+            is_late = late and any(fetch is None or fetch.header is None for fetch in fetches)
+            if is_late or any(fetch is not None and fetch.waits_for_room for fetch in fetches):
                 for index, fetch in enumerate(fetches):
                     if fetch is not None and fetch.keeps_place:
                         fetches[index] = self._leave_place(fetch)
@@ -134,8 +145,11 @@ class RowReceiver:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for item in request.media:
-                    group.create_task(fetch_header(item))
+                asking = [group.create_task(fetch_header(item)) for item in request.media]
+                if asking:
+                    _, missing = await asyncio.wait(asking, timeout=self._header_seconds)
+                    late = bool(missing)
+                    leave_places()
         except BaseException as error:
             self.close([fetch for fetch in fetches if fetch is not None])
             if isinstance(error, ExceptionGroup):
@@ -147,8 +161,8 @@ class RowReceiver:
         """Has an item with a header keep its place at an encoder no longer than the encoder needs; returns the fetch
         that stands for it from now on.
 
-        It is for one whose request has another item that waits for a place: requests that keep places while they wait
-        for more of them wait for each other.
+        It is for one whose request has another item that waits for a place, or whose header is late: requests that keep
+        places while they wait for more of them wait for each other, and all others for a download.
         """
         assert fetch.header is not None
         # The rows are read before the request's last header has come, where they have room: nothing crosses twice then,

@@ -199,6 +199,7 @@ async def bench(
     silence: float = 30.0,
     patience: float = 1.0,
     budget: RetryBudget | None = None,
+    header_seconds: float = 30.0,
     streams: int = 2048,
     **options: Any,
 ) -> AsyncIterator[Bench]:
@@ -219,7 +220,7 @@ async def bench(
         pool = EncoderPool([encoder.address for encoder in encoders], settings)
         await pool.start()
         stack.push_async_callback(pool.stop)
-        yield Bench(list(encoders), cache, pool, RowReceiver(pool, cache, patience, budget))
+        yield Bench(list(encoders), cache, pool, RowReceiver(pool, cache, patience, budget, header_seconds))
         await eventually(lambda: not any(encoder.open for encoder in encoders))
         await eventually(lambda: not any(replica.in_flight for replica in pool.replicas))
         cache.check_integrity(idle=True)

@@ -226,6 +226,39 @@ async def test_requests_whose_items_have_places_at_a_full_encoder_do_not_wait_fo
             assert sent == {b"first of one": 1, b"first of two": 1}, "no item with a place is sent twice"
 
 
+@pytest.mark.parametrize("room", [True, False])
+async def test_items_keep_no_places_while_another_one_of_their_request_is_downloaded(room: bool) -> None:
+    downloaded = asyncio.Event()
+
+    async def downloads_one(call: Call) -> None:
+        if call.data == b"slow":
+            await downloaded.wait()
+        elif call.data == b"quick" and not room and not downloaded.is_set():
+            await hangs_after_the_header(call)  # it keeps its place until its caller leaves
+        await well(call)
+
+    async with bench(ScriptedEncoder([downloads_one]), rows=2 * ROWS, header_seconds=0) as b:
+        await b.usable(1)
+        held = [] if room else await b.land(b"one that is read", b"another one")
+        for entry in held:
+            await settled(entry)
+        await eventually(lambda: b.encoders[0].open == 0)
+        asking = asyncio.create_task(b.land(b"slow", b"quick"))
+        sent = b.encoders[0].calls
+        await eventually(lambda: {call.data for call in sent} >= {b"slow", b"quick"})
+        await eventually(lambda: b.encoders[0].open == 1 and (not room or b.cache.holds(key_of(b"quick"))))
+        assert not asking.done()
+        downloaded.set()
+        for entry in held:
+            b.cache.release(entry)
+        for entry, file in zip(await asking, [b"slow", b"quick"], strict=True):
+            await settled(entry)
+            assert bytes(b.cache.buffer.slice(entry.place)) == content(file)
+            b.cache.release(entry)
+        if room:
+            assert [call.data for call in sent].count(b"quick") == 1, "what was read early is not sent again"
+
+
 async def only_the_first_fits(call: Call) -> None:
     await (well if call.data == b"first" else is_full)(call)
 
