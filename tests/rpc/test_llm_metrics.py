@@ -43,6 +43,7 @@ def samples(service: Service) -> dict[str, float]:
 def test_the_log_says_how_much_there_is_room_for(service: Service) -> None:
     lines = [json.loads(line) for line in service.log.read_text().splitlines() if "room for sequences" in line]
     (said,) = lines
+    until(lambda: samples(service)["kv_blocks"], "the engine's first state has come")
     found = samples(service)
     info = next(name for name in scrape(service.metrics) if name.startswith(f"{PREFIX}cache_config_info"))
     size = int(re.findall(r'block_size="(\d+)"', info)[0])
