@@ -283,7 +283,9 @@ class Fetch:
             MEDIA_HOST,
             MEDIA_CHANGED,
             ENCODER_SLOW,
-        ):  # no encoder is to blame, and no other can do better
+        ):  # it may be the item's doing, and no other can do better
+            if error.reason == ENCODER_SLOW:
+                replica.breaker.failed(self._opened)
             raise error
         if isinstance(error, NotFound):
             self._choice.lacks(replica)

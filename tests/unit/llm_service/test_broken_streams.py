@@ -323,6 +323,21 @@ async def test_an_item_that_takes_too_long_is_no_deadline_of_its_caller_and_take
         assert (len(first.calls), len(second.calls)) == (1, 0)
 
 
+async def test_an_encoder_that_takes_too_long_time_after_time_is_left_alone_until_a_stream_ends_well() -> None:
+    async def takes_all_its_time(call: Call) -> None:
+        await call.breaks(grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    async with bench(ScriptedEncoder([*[takes_all_its_time] * 2, well, *[takes_all_its_time] * 3])) as b:
+        await b.usable(1)
+        (replica,) = b.pool.replicas
+        failures = []
+        for slow in (True, True, False, True, True, True):
+            with pytest.raises(Unavailable) if slow else contextlib.nullcontext():
+                await b.whole(b"picture %d" % len(failures))
+            failures.append(replica.breaker.failures)
+        assert failures == [1, 2, 0, 1, 2, 3]
+
+
 async def test_a_header_that_was_damaged_is_not_believed() -> None:
     async def with_a_wrong_sum(call: Call) -> None:
         await call.header(crc32c=1)
