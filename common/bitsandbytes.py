@@ -115,8 +115,9 @@ def of_8_bits(tensors: Mapping[str, Any]) -> tuple[Any, Tensor]:
 
 
 def load_dense(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
-    """As `load_tensors`; weights that bitsandbytes has quantised are as they were before, but for what that lost.
-    Raises CheckpointError where a part of one is missing or does not fit."""
+    """Yields (new name, tensor) for each tensor whose name `wanted` maps to a new one; None leaves it unread. Weights
+    that bitsandbytes has quantised are as they were before, but for what that lost. Raises CheckpointError where a part
+    of one is missing or does not fit."""
     modules: dict[str, list[str]] = {}
     for name in checkpoint.tensors:
         module, part = split_name(name)

@@ -24,8 +24,6 @@ _MAX_HEADER = 100 << 20
 _POINTER = b"version https://git-lfs"
 """What a file begins with that Git left to its extension for large files."""
 _FLOATS = "BF16", "F16", "F32"
-
-
 _SETTINGS = ["*.json", "*.jinja", "*.txt"]
 """What is downloaded first: all but weights."""
 
@@ -75,7 +73,7 @@ class Checkpoint:
             raise CheckpointError(f"{model} is neither a folder nor a hub name")
         whole = cls(_downloaded(model, revision or None, _SETTINGS), model)
         part = whole.part(needs(whole))
-        _downloaded(model, whole.folder.name, [*part.weight_files(), INDEX])  # of the commit that the settings are of
+        _downloaded(model, whole.folder.name, part.weight_files())  # of the commit that the settings are of
         return part
 
     def part(self, prefixes: Sequence[str]) -> Checkpoint:

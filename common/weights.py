@@ -7,20 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from safetensors import safe_open
 
 from common.checkpoint import Checkpoint
 
 
-def load_tensors(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (new name, tensor) for each tensor whose name `wanted` maps to a new one; None leaves it unread."""
-    for name, stored in load_slices(checkpoint, wanted):
-        yield name, stored[...]
-
-
 def load_slices(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Any]]:
-    """As `load_tensors`, but yields what reads a part when it is indexed, as a tensor is: `stored[0:8, 16:32]`."""
+    """Yields (new name, what reads a part) for each tensor whose name `wanted` maps to a new one; None leaves it.
+    What reads is indexed as a tensor is: `stored[0:8, 16:32]`."""
     with SliceReader(checkpoint) as reader:
         for name in checkpoint.tensors:
             if (renamed := wanted(name)) is not None:

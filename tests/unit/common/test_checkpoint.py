@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from common.bitsandbytes import load_dense
 from common.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
 from common.identity import VISION, encoder_digest
-from common.weights import load_tensors
 from common.wire import DType
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
@@ -128,12 +128,12 @@ def test_shards_and_a_single_file_hold_the_same_tensors(checkpoints: Callable[..
     single, sharded = Checkpoint(checkpoints("qwen3_vl")), Checkpoint(checkpoints("qwen3_vl", sharded=True))
     assert len({info.file for info in sharded.tensors.values()}) > 1
     assert {n: i.shape for n, i in single.tensors.items()} == {n: i.shape for n, i in sharded.tensors.items()}
-    ours, theirs = (dict(load_tensors(each, lambda name: name)) for each in (single, sharded))
+    ours, theirs = (dict(load_dense(each, lambda name: name)) for each in (single, sharded))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_only_the_tensors_that_are_wanted_are_read(folder: Path) -> None:
-    assert [(n, t.shape) for n, t in load_tensors(Checkpoint(folder), {"b": "renamed"}.get)] == [("renamed", (4,))]
+    assert [(n, t.shape) for n, t in load_dense(Checkpoint(folder), {"b": "renamed"}.get)] == [("renamed", (4,))]
 
 
 def test_files_that_are_not_there_read_as_nothing(folder: Path) -> None:
