@@ -60,8 +60,8 @@ Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta | CallLeftOpen
 class OutputParser:
     """Takes one choice's text apart. `functions` are the schemas of what may be called, by name; `single` lets the
     first call stand alone; `constrained`: the answer must have a form, which leaves no room for reasoning but for that
-    which the prompt has begun; `calls_or_form`: it has that form, or is calls; `streams`: calls are told before
-    their ends."""
+    which the prompt has begun, and so does a form in whose `form_text` its mark is; `calls_or_form`: it has its form,
+    or is calls; `streams`: calls are told before their ends."""
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class OutputParser:
         *,
         single: bool = False,
         constrained: bool = False,
+        form_text: str = "",
         calls_or_form: bool = False,
         streams: bool = False,
     ) -> None:
@@ -82,6 +83,7 @@ class OutputParser:
             words = self._calls_or_form
         self._answer = {ToolFormat.LIST: self._list, ToolFormat.ARGUMENTS: self._arguments}.get(tools, words)
         self._step = self._answer if constrained else self._beginning
+        self._form_text = form_text
         self._marks = THINK
         self._held = ""
         self._before = ""  # the mark of a call that is read, and white space before it
@@ -97,6 +99,8 @@ class OutputParser:
         self._marks = (started.reasoning_begin or THINK[0], started.reasoning_end or THINK[1])
         if started.thinking:
             self._step = self._before_reasoning
+        elif self._marks[0] in self._form_text:
+            self._step = self._answer
 
     def feed(self, text: str) -> list[Piece]:
         """What is certain with this text."""

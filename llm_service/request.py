@@ -58,7 +58,8 @@ class ChatPrompt:
     `reasoning_effort`: as the template has it. `continues`: the answer goes on behind the last message's text.
     `unanswered`: nothing begins an answer.
     `opening` is what the answer is begun with, special tokens in it by name. `calls_or_form`: an answer that must have
-    a form may be calls in its place. `variables` are more that the template asks for, by name."""
+    a form may be calls in its place; `thinks_before_form`: it may begin with reasoning that the model opens itself.
+    `variables` are more that the template asks for, by name."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolDefinition, ...] = ()
@@ -68,6 +69,7 @@ class ChatPrompt:
     unanswered: bool = False
     opening: str = ""
     calls_or_form: bool = False
+    thinks_before_form: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -130,10 +132,13 @@ class Structure:
 
 class Trigger(msgspec.Struct, frozen=True):
     """The token behind which a grammar begins. Where it `recurs` (a call's mark), anything may be said before it and
-    again behind what the grammar allows; else (the end of reasoning) it must come before the answer may end."""
+    again behind what the grammar allows; else (the end of reasoning) it must come before the answer may end. With
+    `openings`, runs of tokens, that is so of an answer that begins with one of them: another has the grammar from its
+    first token on."""
 
     token: int
     recurs: bool = False
+    openings: tuple[tuple[int, ...], ...] = ()
 
 
 class ThinkingBound(msgspec.Struct, frozen=True):

@@ -153,14 +153,15 @@ def generate_request(
     reasoning_effort: str = "",
     continue_final_message: bool = False,
     calls_or_form: bool = False,
+    thinks_before_form: bool = False,
     template_variables: Mapping[str, Any] | None = None,
     return_prompt_token_ids: bool = False,
     resume: Sequence[ResumedChoice] = (),
     max_handovers: int | None = None,
 ) -> GenerateRequest:
     """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset. `tools`,
-    `thinking`, `reasoning_effort`, `continue_final_message`, `calls_or_form` and `template_variables`, made JSON
-    (see `ChatInput`), go with a conversation alone, else ValueError."""
+    `thinking`, `reasoning_effort`, `continue_final_message`, `calls_or_form`, `thinks_before_form` and
+    `template_variables`, made JSON (see `ChatInput`), go with a conversation alone, else ValueError."""
     request = GenerateRequest(
         request_id=request_id,
         model=model,
@@ -172,8 +173,8 @@ def generate_request(
         max_handovers=max_handovers,
         return_prompt_token_ids=return_prompt_token_ids,
     )
-    said = tools, reasoning_effort, continue_final_message, calls_or_form, template_variables, thinking is not None
-    of_template = any(said)
+    of_answer = continue_final_message, calls_or_form, thinks_before_form
+    of_template = any((tools, reasoning_effort, template_variables, thinking is not None, *of_answer))
     if of_template and isinstance(prompt, TextInput | TokensInput | TranscriptionInput):
         raise ValueError("tools and thinking are the chat template's: they go with a conversation")
     match prompt:
@@ -191,6 +192,7 @@ def generate_request(
                 reasoning_effort=reasoning_effort,
                 continue_final_message=continue_final_message,
                 calls_or_form=calls_or_form,
+                thinks_before_form=thinks_before_form,
                 template_variables=variables,
             )
             if thinking is not None:

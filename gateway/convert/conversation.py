@@ -95,6 +95,9 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     chat.continue_final_message = continues(asked.continue_final_message, asked.add_generation_prompt)
     chat.tools.extend(definition(tool.function) for tool in tools)
     chat.calls_or_form = bool(tools) and not forced and params.WhichOneof("structured") == "json_schema"
+    silent = (chat.HasField("thinking") and not chat.thinking) or chat.reasoning_effort == "none"
+    constrained = params.WhichOneof("structured") is not None
+    chat.thinks_before_form = constrained and not (silent or chat.continue_final_message)
     given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
     return generate_request(asked, params, request_id, chat=chat, **given)
 
@@ -133,7 +136,10 @@ def _set_options(media: media_pb2.Media, **options: Any) -> None:
         media.options.CopyFrom(media_pb2.MediaOptions(**given))
 
 
-def form_of_answer(request: llm_pb2.GenerateRequest) -> dict[str, bool]:
-    """Whether the answer must have a form, and whether it may be calls in its place, as `OutputParser` is told."""
-    constrained = request.sampling.WhichOneof("structured") is not None
-    return {"constrained": constrained, "calls_or_form": request.chat.calls_or_form}
+def form_of_answer(request: llm_pb2.GenerateRequest) -> dict[str, Any]:
+    """The form that the answer must have, if any, and whether it may be calls in its place, as `OutputParser` is
+    told."""
+    kind = request.sampling.WhichOneof("structured")
+    text = "" if kind in (None, "json_schema") else str(getattr(request.sampling, kind))
+    constrained = kind is not None and not request.chat.thinks_before_form
+    return {"constrained": constrained, "form_text": text, "calls_or_form": request.chat.calls_or_form}

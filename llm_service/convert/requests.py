@@ -257,6 +257,7 @@ class RequestReader:
             effort,
             continues=chat.continue_final_message,
             calls_or_form=chat.calls_or_form,
+            thinks_before_form=chat.thinks_before_form,
             variables=_variables(chat.template_variables, depth),
         )
 

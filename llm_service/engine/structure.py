@@ -19,7 +19,7 @@ from common import log
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.json_gaps import PATTERN, SETTINGS
-from llm_service.engine.token_masks import all_but, mask_of
+from llm_service.engine.token_masks import all_but, allows, either, mask_of
 from llm_service.request import Structure, ThinkingBound, Trigger
 
 _log = log.get("structure")
@@ -157,6 +157,70 @@ class _Triggered:
         return other
 
 
+class _Opened:
+    """A matcher whose first tokens choose between two others: `form`, and `behind` one of the `openings`. A token that
+    both could have is the form's, and may still be followed by a longer opening. `none` is the mask of no token."""
+
+    def __init__(
+        self, openings: tuple[tuple[int, ...], ...], none: bytes, form: Matcher | None, behind: Matcher
+    ) -> None:
+        self._openings, self._none = openings, none  # those that the tokens so far may become
+        self._form, self._behind = form, behind
+        self._count = 0
+        self._chosen: Matcher | None = None
+
+    def compute_bitmask(self) -> bytes:
+        """See `Matcher`."""
+        if self._chosen is not None:
+            return self._chosen.compute_bitmask()
+        mask = self._none if self._form is None else self._form.compute_bitmask()
+        return either(mask, (opening[self._count] for opening in self._openings))
+
+    def consume_token(self, token: int) -> bool:
+        """See `Matcher`."""
+        if self._chosen is not None:
+            return self._chosen.consume_token(token)
+        openings = tuple(opening for opening in self._openings if opening[self._count] == token)
+        form = self._form if self._form is not None and allows(self._form.compute_bitmask(), token) else None
+        if form is None and not openings:
+            return False
+        if form is not None and not form.consume_token(token):
+            return False
+        self._count += 1
+        whole = any(len(opening) == self._count for opening in openings)
+        self._openings = tuple(opening for opening in openings if len(opening) > self._count)
+        self._form = form
+        if form is None and whole:
+            self._chosen = self._behind
+        elif not self._openings:
+            self._chosen = form
+        return True
+
+    def is_stopped(self) -> bool:
+        """See `Matcher`."""
+        decides = self._chosen or self._form
+        return decides is not None and decides.is_stopped()
+
+    def is_error(self) -> bool:
+        """See `Matcher`."""
+        decides = self._chosen or self._form
+        return decides is not None and decides.is_error()
+
+    def compute_ff_tokens(self) -> Sequence[int]:
+        """See `Matcher`."""
+        return () if self._chosen is None else self._chosen.compute_ff_tokens()
+
+    def deep_copy(self) -> Matcher:
+        """See `Matcher`."""
+        form = None if self._form is None else self._form.deep_copy()
+        behind = self._behind.deep_copy()
+        other = _Opened(self._openings, self._none, form, behind)
+        other._count = self._count
+        if self._chosen is not None:
+            other._chosen = form if self._chosen is self._form else behind
+        return other
+
+
 class _Bounded:
     """A matcher that bounds reasoning: where it has had its tokens, none may come but the one that ends it, of which
     `forced` is the mask. `inner` says what else may come, None for anything; where it does not allow that token, such
@@ -175,7 +239,7 @@ class _Bounded:
 
     def _ends_with(self, mask: bytes) -> bool:
         end = self._bound.end
-        return self._thinks and self._left <= 0 and (not mask or bool(mask[end // 8] >> end % 8 & 1))
+        return self._thinks and self._left <= 0 and (not mask or allows(mask, end))
 
     def consume_token(self, token: int) -> bool:
         """See `Matcher`."""
@@ -261,7 +325,10 @@ class Structures:
             held -= self._kept.popitem(last=False)[1].bytes
         if form.trigger is None:
             return kept.matcher()
-        return _Triggered(form.trigger, b"" if form.trigger.recurs else self._unended, kept.matcher)
+        behind = _Triggered(form.trigger, b"" if form.trigger.recurs else self._unended, kept.matcher)
+        if not form.trigger.openings:
+            return behind
+        return _Opened(form.trigger.openings, mask_of((), self._vocab_size), kept.matcher(), behind)
 
     @property
     def kept_bytes(self) -> int:

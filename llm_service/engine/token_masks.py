@@ -25,6 +25,23 @@ def all_but(tokens: Iterable[int], vocab_size: int) -> bytes:
     return bytes(mask)
 
 
+def allows(mask: bytes, token: int) -> bool:
+    """Whether a mask that is not empty allows a token."""
+    return bool(mask[token // 8] >> token % 8 & 1)
+
+
+def either(mask: bytes, tokens: Iterable[int]) -> bytes:
+    """Allows what a mask that is not empty does, and these tokens.
+
+    >>> either(b"\\x01\\x80", [9])
+    b'\\x01\\x82'
+    """
+    more = bytearray(mask)
+    for token in tokens:
+        more[token // 8] |= 1 << token % 8
+    return bytes(more)
+
+
 def both(one: bytes, other: bytes) -> bytes:
     """Allows what both allow.
 

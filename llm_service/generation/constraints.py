@@ -37,18 +37,22 @@ class Constraints:
         return await self._with_bad_words(self._bounded(await self._with_grammar(request)))
 
     def behind_reasoning(self, request: Request, layout: PromptLayout, *, thinking: bool) -> Request:
-        """The request, whose answer has its form behind what the model thinks where its prompt begins with that."""
+        """The request, whose answer has its form behind what the model thinks, where that comes first or may."""
         if (bound := request.sampling.thinking_bound) is not None and thinking:
             request = _sampled(request, thinking_bound=msgspec.structs.replace(bound, opened=True))
-        if request.structure is None or (end := self._prompts.reasoning_end(layout.ids)) is None:
+        if request.structure is None or (trigger := self._trigger(request, layout)) is None:
             return request
-        return _sampled(request, grammar_trigger=Trigger(end))
+        return _sampled(request, grammar_trigger=trigger)
+
+    def _trigger(self, request: Request, layout: PromptLayout) -> Trigger | None:
+        assert request.structure is not None
+        return self._prompts.form_trigger(request.prompt, layout.ids, request.structure)
 
     def count_reasoning(self, request: Request, layout: PromptLayout, choices: dict[int, Choice]) -> bool:
         """Has each choice's reasoning counted, where there may be some: not in an answer that has its form from its
         first token on. Whether answers begin with it."""
         thinking = self._prompts.ends_in_thinking(layout.ids)
-        if request.structure is not None and (not thinking or self._prompts.reasoning_end(layout.ids) is None):
+        if request.structure is not None and self._trigger(request, layout) is None:
             return False
         template = self._prompts.template
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else ()

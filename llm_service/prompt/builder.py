@@ -44,6 +44,8 @@ from llm_service.request import (
 from llm_service.token_ids import check_token_ids
 
 _SHOWN = SHOWN | {ASR_TEXT}
+_TAIL = 8
+"""Tokens at the end of a prompt, enough for the end of reasoning and the line ends behind it."""
 _BEFORE = "\n"
 """A text that becomes no token together with the word behind it."""
 _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
@@ -118,10 +120,27 @@ class PromptBuilder:
         """Whether a prompt ends where the model thinks, so that its output begins with that."""
         return any(list(ids[-len(tail) :]) == tail for tail in self._thinking)
 
-    def reasoning_end(self, ids: Sequence[int]) -> int | None:
-        """The token behind which the answer begins, where a prompt ends where the model thinks; None where it does not,
-        or where that mark is no token of its own."""
-        return self._added.get(self._reasoning_end) if self.ends_in_thinking(ids) else None
+    def form_trigger(self, prompt: Prompt, ids: Sequence[int], structure: Structure) -> Trigger | None:
+        """Behind what the form of an answer begins, to a prompt of these ids; None: with its first token."""
+        if (end := self._added.get(self._reasoning_end)) is None:  # no token of its own
+            return None
+        if self.ends_in_thinking(ids):
+            return Trigger(end)
+        if not isinstance(prompt, ChatPrompt) or not self._may_open_reasoning(prompt, ids, structure):
+            return None
+        openings = [tuple(self._thinking[0])]
+        if self.template.reasons_on_new_line and not self.decode(ids[-1:]).endswith("\n"):
+            openings.append((*self._plain.ids_behind("\n"), *openings[0]))
+        return Trigger(end, openings=tuple(openings))
+
+    def _may_open_reasoning(self, prompt: ChatPrompt, ids: Sequence[int], structure: Structure) -> bool:
+        if not prompt.thinks_before_form or prompt.continues or prompt.opening or not self.template.may_think(prompt):
+            return False
+        if self._thinking[0][0] not in self._added.values():  # of a mark in pieces any text could be the beginning
+            return False
+        begin = self.template.reasoning_marks[0]
+        has_own = structure.kind != "json_schema" and begin in structure.text
+        return not has_own and not self.decode(ids[-_TAIL:]).rstrip().endswith(self._reasoning_end)
 
     def thinking_bound(self, tokens: int) -> ThinkingBound:
         """At most so many tokens of reasoning. Raises InvalidInput where its end is no token that can be asked for."""

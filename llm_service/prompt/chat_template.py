@@ -95,7 +95,9 @@ class ChatTemplate:
         self.never_thinks = found.reasoning is None and not self.knows_thinking
         self._reasoning = next((place for place, sign in _REASONING.items() if re.search(sign, source)), None)
         self.knows_reasoning = self._reasoning is not None
+        self.shows_reasoning = found.reasoning is not None
         self.reasoning_marks = found.reasoning or THINK
+        self.reasons_on_new_line = bool(re.search(r"(?:\\n|\n)" + re.escape(self.reasoning_marks[0]), source))
         self.tool_format = found.tools
         self._with_tools: ChatTemplate | None = None
         self.names_calls = "[ARGS]" in source
@@ -147,6 +149,13 @@ class ChatTemplate:
             return template
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from error
+
+    def may_think(self, prompt: ChatPrompt) -> bool:
+        """Whether the model may begin an answer with reasoning, as far as its marks are known and nobody forbids it."""
+        default = next((self._defaults[name] for name in _THINKING if name in self._defaults), None)
+        thinking = default if prompt.thinking is None else prompt.thinking
+        effort = prompt.reasoning_effort or self._defaults.get("reasoning_effort")
+        return self.shows_reasoning and thinking is not False and effort != "none"
 
     def _take_tools(self, other: ChatTemplate) -> None:
         """Conversations with tools are laid out by another template."""

@@ -280,6 +280,29 @@ def test_where_a_call_must_be_made_the_form_waits_for_another_turn(
     assert not asked.chat.calls_or_form
 
 
+@pytest.mark.parametrize("off", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
+def test_an_answer_has_its_form_behind_reasoning_that_the_model_opens_unless_it_is_not_to_think(
+    door: Scripted, client: openai.OpenAI, off: dict[str, Any]
+) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    says(door, '<think>\nHm.\n</think>\n\n{"a": 1}', v1.FINISH_REASON_STRUCTURE)
+    assert streamed(client, tools=[], response_format=form)[:2] == ("Hm.", '{"a": 1}')
+    assert door.llm.requests[-1].chat.thinks_before_form
+    says(
+        door,
+        '<think>[{"name": "weather", "parameters": {}}]</think>[{"name": "weather", "parameters": {"city": "Rome"}}]',
+    )
+    thought, words, (call,), _ = streamed(client, tool_choice="required")
+    assert (words, json.loads(call["arguments"])) == ("", {"city": "Rome"})
+    assert thought.startswith("[{")
+    says(door, "<think>", v1.FINISH_REASON_STRUCTURE)
+    assert streamed(client, tools=[], extra_body={"guided_regex": "<thi.*", **off})[:2] == ("", "<think>")
+    assert not door.llm.requests[-1].chat.thinks_before_form
+    says(door, "Hello")
+    client.chat.completions.create(**ASK)
+    assert not door.llm.requests[-1].chat.thinks_before_form
+
+
 def test_an_answer_has_its_form_behind_the_reasoning_that_its_prompt_begins(
     door: Scripted, client: openai.OpenAI
 ) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import SPECIAL_IDS, VOCABULARY
-from tests.rpc.pairs import Pair, answer, asked, pair
+from tests.launch import llm_server
+from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, pair
 from tests.rpc.test_resume import check_cut, whole_of
-from twinlens import user, v1
+from twinlens import LlmClient, user, v1
 
 MARKS = {
     mark: VOCABULARY + n for n, mark in enumerate(("<think>", "</think>", "<tool_call>", "</tool_call>", "<function="))
@@ -100,6 +101,76 @@ def test_a_model_that_thinks_by_itself_is_counted_and_goes_on_with_its_count(mar
     assert thought.usage.reasoning_tokens == (ends or [12])[0]
     request.resume[0].token_ids.extend([7, MARKS["</think>"], 8])
     assert answer(marked.text, request).choices[0].usage.reasoning_tokens == 5
+
+
+def opening(**more: Any) -> v1.GenerateRequest:
+    """A model that likes to open its reasoning itself, and whose answer has a form."""
+    request = shaped(False, json_schema=json.dumps(SCHEMA), **more)
+    request.chat.ClearField("thinking")
+    request.chat.thinks_before_form = True
+    request.sampling.logit_bias[MARKS["<think>"]] = 10
+    return request
+
+
+def test_a_model_that_opens_its_reasoning_itself_has_the_form_behind_it(marked: Pair) -> None:
+    request = opening()
+    request.sampling.n = 8
+    choices = answer(marked.text, request).choices
+    thoughtful = [choice for choice in choices if choice.token_ids[0] == MARKS["<think>"]]
+    assert thoughtful
+    for choice in thoughtful:
+        assert choice.usage.reasoning_tokens == choice.token_ids.index(MARKS["</think>"]) + 1
+        assert json.loads(choice.text.partition("</think>")[2])["a"] in (1, 22, 333)
+    request.sampling.logit_bias[MARKS["<think>"]] = -100
+    for choice in answer(marked.text, request).choices:
+        assert json.loads(choice.text)["a"] in (1, 22, 333)
+        assert choice.usage.reasoning_tokens == 0
+
+
+def test_a_model_that_is_not_to_think_has_the_form_at_once(marked: Pair) -> None:
+    silent, by_effort, unasked = opening(), opening(), opening()
+    silent.chat.thinking = False
+    by_effort.chat.reasoning_effort = "none"
+    unasked.chat.thinks_before_form = False
+    for request in (silent, by_effort, unasked):
+        for choice in answer(marked.text, request).choices:
+            assert json.loads(choice.text)["a"] in (1, 22, 333)
+    own = opening()
+    own.sampling.regex = "[ab]|<think>[0-9]"
+    for choice in answer(marked.text, own).choices:
+        assert re.fullmatch(own.sampling.regex, choice.text)
+        assert choice.usage.reasoning_tokens == 0
+
+
+def test_reasoning_that_the_model_opens_before_a_form_is_bounded(marked: Pair) -> None:
+    request = opening(thinking_token_budget=3)
+    request.sampling.logit_bias.update({MARKS["<think>"]: 100, MARKS["</think>"]: -100})
+    for choice in answer(marked.text, request).choices:
+        assert choice.token_ids.index(MARKS["</think>"]) == 4
+        assert json.loads(choice.text.partition("</think>")[2])["a"] in (1, 22, 333)
+
+
+@pytest.fixture(scope="module")
+def drafting(marked: Pair) -> Iterator[LlmClient]:
+    """The same model, by a service that verifies drafts."""
+    flags = {**LLM_FLAGS, "overlap": "auto", "speculative_tokens": 4}
+    with (
+        llm_server(marked.checkpoint, marked.encoder.address, **flags) as running,
+        LlmClient(running.address) as client,
+    ):
+        yield client
+
+
+def test_drafts_cross_the_end_of_reasoning_as_tokens_do(marked: Pair, drafting: LlmClient) -> None:
+    """The prompt has reasoning and an answer again and again, so that look-ups draft across both marks."""
+    said = f'{"Hm. " * 3}</think>{{"a": 333}}'
+    for bias in ({MARKS["<think>"]: 100.0}, {}):
+        request = opening()
+        request.sampling.logit_bias.update(bias)
+        request.chat.messages[0].parts[0].text = said * 4
+        expected, drafted = answer(marked.text, request), answer(drafting, request)
+        assert [each.token_ids for each in drafted.choices] == [each.token_ids for each in expected.choices]
+        assert drafted.usage.accepted_draft_tokens > 0
 
 
 SILENT = {END: -100, MARKS["</think>"]: -100}
@@ -211,7 +282,7 @@ def test_without_a_strict_function_calls_are_as_the_model_writes_them(marked: Pa
     assert not re.search(r'<tool_call>\s*\{"name"', text)
 
 
-@pytest.mark.parametrize("request_", [shaped(True, json_schema=json.dumps(SCHEMA)), calling(STRICT)])
+@pytest.mark.parametrize("request_", [shaped(True, json_schema=json.dumps(SCHEMA)), opening(), calling(STRICT)])
 def test_such_an_answer_goes_on_behind_every_cut(marked: Pair, request_: v1.GenerateRequest) -> None:
     request_.sampling.n = 1
     request_.sampling.max_tokens = 60

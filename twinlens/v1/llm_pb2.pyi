@@ -164,7 +164,7 @@ class ResumedChoice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: bool = ...) -> None: ...
 
 class ChatInput(_message.Message):
-    __slots__ = ("messages", "tools", "thinking", "reasoning_effort", "continue_final_message", "calls_or_form", "template_variables")
+    __slots__ = ("messages", "tools", "thinking", "reasoning_effort", "continue_final_message", "calls_or_form", "template_variables", "thinks_before_form")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     THINKING_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,7 @@ class ChatInput(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CALLS_OR_FORM_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    THINKS_BEFORE_FORM_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools: _containers.RepeatedCompositeFieldContainer[ToolDefinition]
     thinking: bool
@@ -179,7 +180,8 @@ class ChatInput(_message.Message):
     continue_final_message: bool
     calls_or_form: bool
     template_variables: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[ToolDefinition, _Mapping]]] = ..., thinking: bool = ..., reasoning_effort: _Optional[str] = ..., continue_final_message: bool = ..., calls_or_form: bool = ..., template_variables: _Optional[str] = ...) -> None: ...
+    thinks_before_form: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[ToolDefinition, _Mapping]]] = ..., thinking: bool = ..., reasoning_effort: _Optional[str] = ..., continue_final_message: bool = ..., calls_or_form: bool = ..., template_variables: _Optional[str] = ..., thinks_before_form: bool = ...) -> None: ...
 
 class ToolDefinition(_message.Message):
     __slots__ = ("name", "description", "parameters", "strict")

@@ -281,6 +281,24 @@ CASES: dict[str, tuple[str, ToolFormat, dict[str, Any], list[tuple[Any, ...]]]] 
         {"constrained": True, "calls_or_form": True},
         [("text", f' {{"a": "{CALL_X}"}}')],
     ),
+    "reasoning before a form": (
+        "\n<think>\nHm.\n</think>\n\n[1]",
+        J,
+        {"form_text": "a+"},
+        [("reasoning", "Hm."), ("text", "[1]")],
+    ),
+    "a form that has the mark": (
+        "<think>1</think>2",
+        J,
+        {"form_text": r"<think>\d</think>\d"},
+        [("text", "<think>1</think>2")],
+    ),
+    "reasoning before arguments": (
+        '<think>Hm.</think>{"city": "Rome", "days": 2}',
+        ToolFormat.ARGUMENTS,
+        {},
+        [("reasoning", "Hm."), MADE],
+    ),
     "calls in the place of a form": (f"\n{CALL_J}\n{CALL_J}", J, {"calls_or_form": True}, [MADE, MADE]),
     "half a mark in the place of a form": ("<tool", J, {"calls_or_form": True}, [("text", "<tool")]),
     "a list that had to be": (

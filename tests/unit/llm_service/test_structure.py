@@ -387,6 +387,73 @@ def test_behind_the_end_of_reasoning_the_form_begins_and_before_it_nothing_ends(
     assert not matcher.is_stopped()
 
 
+ANY = set(range(VOCABULARY)) - {0}
+"""All tokens but the end's."""
+
+
+def opened(structures: Structures, *openings: tuple[int, ...], kind: Any = "choice", text: str = '["yes"]') -> Matcher:
+    form = held(structures, Structure(kind, text))
+    return structures.matcher(form._replace(trigger=Trigger(5, openings=openings)))
+
+
+def test_an_answer_begins_its_form_or_opens_reasoning_behind_which_it_begins(
+    structures: Structures, builder: PromptBuilder
+) -> None:
+    first, *rest = builder.encode("yes")
+    for openings in ([(4,)], [(4, 9)]):
+        form, thought = opened(structures, *openings), opened(structures, *openings)
+        assert allowed(form.compute_bitmask()) == {first, 4}
+        assert all(map(form.consume_token, (first, *rest)))
+        assert form.is_stopped()
+        for token in openings[0]:
+            assert token in allowed(thought.compute_bitmask())
+            assert thought.consume_token(token)
+            assert not thought.is_stopped()
+        for token in (7, 4, first, 8):
+            assert allowed(thought.compute_bitmask()) == ANY
+            assert thought.consume_token(token)
+        assert thought.consume_token(5)
+        assert allowed(thought.compute_bitmask()) == {first}
+        assert all(map(thought.consume_token, (first, *rest)))
+        assert thought.is_stopped()
+        assert not thought.is_error()
+
+
+def test_behind_the_first_token_of_an_opening_comes_the_next_alone(structures: Structures) -> None:
+    matcher = opened(structures, (4, 9), (7, 4, 9))
+    for token, following in ((7, {4}), (4, {9}), (9, ANY)):
+        assert not matcher.consume_token(3), "what is neither's leaves it where it is"
+        assert matcher.consume_token(token)
+        assert allowed(matcher.compute_bitmask()) == following
+
+
+def test_what_a_form_and_an_opening_both_begin_with_leaves_both_possible(
+    structures: Structures, builder: PromptBuilder
+) -> None:
+    y, n = builder.encode("y")[0], builder.encode("n")[0]
+    for then, following in ((4, ANY), (n, {0})):
+        matcher = opened(structures, (y, 4), kind="regex", text="yn?")
+        assert all(map(matcher.consume_token, (y, then)))
+        assert allowed(matcher.compute_bitmask()) == following
+    matcher = opened(structures, (y,), kind="regex", text="yn?")
+    assert matcher.consume_token(y)
+    assert allowed(matcher.compute_bitmask()) == {n, 0}, "it is the form's"
+
+
+def test_reasoning_that_is_opened_within_a_bound_is_ended_and_the_form_follows(
+    structures: Structures, builder: PromptBuilder
+) -> None:
+    form = held(structures, Structure("choice", '["yes"]'))._replace(trigger=Trigger(5, openings=((4,),)))
+    first, *_ = builder.encode("yes")
+    for tokens in (0, 2):
+        matcher = structures.matcher(form._replace(thinking_bound=ThinkingBound(tokens, (4,), 5)))
+        assert allowed(matcher.compute_bitmask()) == {first, 4}
+        assert all(map(matcher.consume_token, (4, *[7] * tokens)))
+        assert allowed(matcher.compute_bitmask()) == {5}
+        assert matcher.consume_token(5)
+        assert allowed(matcher.compute_bitmask()) == {first}
+
+
 def test_a_form_that_recurs_leaves_what_is_around_it_free(structures: Structures, builder: PromptBuilder) -> None:
     form = held(structures, Structure("grammar", 'start: "y" <[6]>'))._replace(trigger=Trigger(5, recurs=True))
     matcher = structures.matcher(form)
@@ -404,13 +471,17 @@ def test_a_form_that_recurs_leaves_what_is_around_it_free(structures: Structures
     assert matcher.is_error()
 
 
-@pytest.mark.parametrize("trigger", [None, Trigger(5), Trigger(5, recurs=True)], ids=["", "behind a token", "again"])
+@pytest.mark.parametrize(
+    "trigger",
+    [None, Trigger(5), Trigger(5, recurs=True), Trigger(5, openings=((4,),))],
+    ids=["", "behind a token", "again", "opened"],
+)
 def test_a_copy_looks_ahead_and_the_matcher_stays_where_it_is(
     structures: Structures, builder: PromptBuilder, trigger: Trigger | None
 ) -> None:
     form = held(structures, Structure("regex", "abc[de]f"))._replace(trigger=trigger)
     matcher = structures.matcher(form)
-    begin = [] if trigger is None else [trigger.token]
+    begin = [] if trigger is None else [*(token for run in trigger.openings for token in run), trigger.token]
     before, ahead = matcher.compute_bitmask(), matcher.deep_copy()
     assert list(ahead.compute_ff_tokens()) == ([] if begin else builder.encode("abc"))
     for token in (*begin, *builder.encode("ab")):

@@ -111,6 +111,7 @@ OF_TEMPLATES: dict[str, Any] = {
     "reasoning_effort": "low",
     "continue_final_message": True,
     "calls_or_form": True,
+    "thinks_before_form": True,
     "template_variables": {"style": "é"},
 }
 
