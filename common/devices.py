@@ -16,6 +16,11 @@ _PROCESSORS = Path("/proc/cpuinfo")
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 """arch_prctl on x86-64, where AMX is, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux."""
 
+_CAPABILITY = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and …_MINOR."""
+E4M3_CAPABILITY = (8, 9)
+"""Of the first GPUs that convert to and from e4m3, those of Ada."""
+
 MEMORY_DRIVERS = {"cuda": "common.cuda_ipc:CudaMemory"}
 """By the kind of a device: `module:class` of what makes its memory readable for other processes (`device_memory`)."""
 
@@ -44,6 +49,17 @@ def cuda_memory(index: int) -> int:
     if driver.cuDeviceGet(ctypes.byref(device), index) != 0 or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
         return 0
     return size.value
+
+
+def cuda_capability(index: int) -> tuple[int, int]:
+    """Compute capability of a GPU, by the same number; (0, 0) where there is none."""
+    if index >= cuda_device_count():
+        return 0, 0
+    driver, device, parts = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), (ctypes.c_int(0), ctypes.c_int(0))
+    found = driver.cuDeviceGet(ctypes.byref(device), index)
+    for part, attribute in zip(parts, _CAPABILITY, strict=True):
+        found = found or driver.cuDeviceGetAttribute(ctypes.byref(part), attribute, device)
+    return (0, 0) if found else (parts[0].value, parts[1].value)
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:

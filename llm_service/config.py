@@ -14,6 +14,7 @@ from common.nixl.agent import BACKENDS
 from common.rpc.channel import ChannelSecurity
 from common.rpc.server import LISTEN, ServerConfig
 from common.tokens import TokenFile, read_tokens
+from llm_service.cache_choice import AS_DTYPE, IN_8_BITS
 from llm_service.generation_config import check_override
 from llm_service.prompt.output_marks import REASONING_PARSERS, TOOL_CALL_PARSERS
 from twinlens import credentials
@@ -130,8 +131,9 @@ class LlmConfig(ServerConfig):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "what keys and values are kept in: as --dtype; int8, with a scale for each token and head; or fp8, e4m3",
-        choices=("auto", "int8", "fp8", "fp8_e4m3"),
+        "what keys and values are kept in: int8, with a scale for each token and head; fp8, e4m3 with the checkpoint's"
+        " scales; or what --dtype is; auto is that, or on GPUs what the checkpoint suggests",
+        choices=("auto", *AS_DTYPE, *IN_8_BITS),
     )
     kv_cache_bytes: int = option(
         0, "memory for KV blocks, on each rank; 0: --kv-memory-share of what is free", parse=size, minimum=0

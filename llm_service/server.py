@@ -21,6 +21,7 @@ from common.metrics import Metrics
 from common.rpc.server import GrpcServer
 from common.wire import DType, RowLayout
 from llm_service import generation_config
+from llm_service.cache_choice import choose_cache
 from llm_service.components import Components
 from llm_service.config import LlmConfig, Meeting
 from llm_service.convert.requests import RequestReader
@@ -51,7 +52,7 @@ from llm_service.prompt.output_marks import OutputMarks
 from llm_service.prompt.tokens import check_same_tokens, end_tokens
 from llm_service.reranker import Reranker
 from llm_service.servicer import LlmServicer
-from llm_service.settings import CacheDtype, EngineSettings, RankPlace
+from llm_service.settings import EngineSettings, RankPlace
 from llm_service.transcriber import Transcriber
 from twinlens import __version__
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
@@ -446,11 +447,14 @@ def first_rank(config: LlmConfig, meeting: Meeting) -> RankPlace:
 def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> EngineSettings:
     device = config.chosen_device
     meeting, (running, step_tokens) = config.meeting(), config.step_limits()
+    dtype = default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype
+    asked, attention = config.kv_cache_dtype, config.attention
+    kept, suggested = choose_cache(asked, checkpoint.config, dtype=dtype, device=device, attention=attention)
     draft_model = str(Checkpoint.resolve(config.draft_model).folder) if config.draft_model else ""
     return EngineSettings(
         model=str(checkpoint.folder),
         device=device,
-        dtype=default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype,
+        dtype=dtype,
         weight_dtype=config.weight_dtype,
         threads=config.threads,
         tensor_parallel=config.tp,
@@ -464,7 +468,8 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         compile=config.compile,
         graphs=config.graphs,
         graph_bytes=config.graph_bytes,
-        kv_cache_dtype=CacheDtype(config.kv_cache_dtype.removesuffix("_e4m3")),
+        kv_cache_dtype=kept,
+        kv_cache_suggested=suggested,
         kv_cache_bytes=config.kv_cache_bytes,
         kv_memory_share=config.kv_memory_share,
         kv_host_bytes=config.kv_host_bytes,

@@ -20,7 +20,7 @@ class CacheDtype(StrEnum):
     INT8 = "int8"
     """8 bits, with a scale for each token and head."""
     FP8 = "fp8"
-    """e4m3, of a scale of 1."""
+    """e4m3, with the checkpoint's scales, or a scale of 1."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -32,6 +32,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `kv_cache_bytes` 0: `kv_memory_share` of what is free; that 0: the default for the device. `kv_host_bytes` are the
     host's, for blocks that have to make way; 0: none; `kv_host_fd` is the shared memory that all ranks of the host have
     them in, one after the other, 0: each has its own. With `kv_events` the front hears which blocks can be found.
+    `kv_cache_suggested`: the checkpoint suggests `kv_cache_dtype`, and nobody asked for it.
     `hf`: what it said of a model that it computes. `grows_steps`: `max_step_tokens` are the device's, and may be
     more where a model computes an item's rows, or a prompt, at once.
     """
@@ -53,6 +54,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     graphs: str
     graph_bytes: int
     kv_cache_dtype: CacheDtype
+    kv_cache_suggested: bool
     kv_cache_bytes: int
     kv_memory_share: float
     snapshot_share: float

@@ -178,11 +178,11 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, F
     """As `TritonBatch` launches them; masks of Llama 4 and DeepSeek-OCR with their heads alone, of 128."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, head_dim), dtype)
     windowed = replace(shape, window=1024)
-    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
+    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, **_PLAIN}
     sums, kernel = ("mixtures", "maxima", "sums"), triton_kernels.attention_kernel
     joined = {"TOKENS": 1, "GROUP": shape.group, "HEAD_DIM": head_dim, "DIMS": shape.dims, "PARTS": COMBINED}
     made = {
-        "store": form(capability, triton_kernels.store_kernel, dtype, WIDTH=256, FP8=False),
+        "store": form(capability, triton_kernels.store_kernel, dtype, **_STORED, FP8=False, SCALED=False),
         "decode": form(capability, kernel, dtype, sums, **same, **shape.rows(1)),
         "verify": form(capability, kernel, dtype, sums, **same, **shape.rows(5)),
         "combine": form(capability, part_kernels.combine_kernel, dtype, sums, **joined, num_warps=4),
@@ -198,25 +198,42 @@ def attention(capability: int, dtype: torch.dtype, head_dim: int) -> dict[str, F
 
 
 def e4m3_blocks(capability: int) -> dict[str, Form]:
-    """Attention over keys and values of e4m3, in bfloat16, as `TritonBatch` launches it."""
+    """Attention over keys and values of e4m3 with scales, in bfloat16, as `TritonBatch` launches it."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, 128, kept=CacheDtype.FP8), torch.bfloat16)
-    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
+    same = {
+        "BLOCK_SIZE": 16,
+        "BLOCK_N": shape.keys_at_once,
+        "PRECISION": shape.precision,
+        "INT8": False,
+        "SCALED": True,
+    }
     kernel, sums, types = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums"), _IN_8_BITS | _OF_E4M3
     made = {
         f"e4m3 {name}": form(capability, kernel, torch.bfloat16, sums, types, **same, **shape.rows(tokens))
         for name, tokens in (("decode", 1), ("verify", 5), ("prefill", shape.tile))
     }
-    store = form(capability, triton_kernels.store_kernel, torch.bfloat16, types=_OF_E4M3, WIDTH=256, FP8=True)
-    return made | {"e4m3 store": store}
+    store = triton_kernels.store_kernel
+    for scaled in (False, True):
+        name = "e4m3 store, scaled" if scaled else "e4m3 store"
+        made[name] = form(capability, store, torch.bfloat16, types=_OF_E4M3, **_STORED, FP8=True, SCALED=scaled)
+    return made
 
 
-_OF_E4M3 = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
+_OF_E4M3 = {"keys": "*fp8e4nv", "values": "*fp8e4nv", "scales": "*fp32"}
+_STORED = {"WIDTH": 256, "HEAD_DIM": 128}
+_PLAIN = {"INT8": False, "SCALED": False}
 
 
 def int8_blocks(capability: int) -> dict[str, Form]:
     """Attention over keys and values in 8 bits, in bfloat16, as `TritonBatch` launches it."""
     shape = KernelShape.of(CacheShape(1, 1, 16, 8, 2, 128, kept=CacheDtype.INT8), torch.bfloat16)
-    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": True}
+    same = {
+        "BLOCK_SIZE": 16,
+        "BLOCK_N": shape.keys_at_once,
+        "PRECISION": shape.precision,
+        "INT8": True,
+        "SCALED": False,
+    }
     kernel, sums = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums")
     made = {
         f"int8 {name}": form(capability, kernel, torch.bfloat16, sums, _IN_8_BITS, **same, **shape.rows(tokens))
@@ -234,7 +251,7 @@ _IN_8_BITS = {"keys": "*i8", "values": "*i8", "key_scales": "*fp32", "value_scal
 def wide_heads(capability: int, head_dim: int, group: int) -> dict[str, Form]:
     """Attention of heads above 128 in bfloat16, as `TritonBatch` launches it."""
     shape = KernelShape.of(CacheShape(1, 1, 16, group, 1, head_dim), torch.bfloat16)
-    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, "INT8": False}
+    same = {"BLOCK_SIZE": 16, "BLOCK_N": shape.keys_at_once, "PRECISION": shape.precision, **_PLAIN}
     kernel, sums = triton_kernels.attention_kernel, ("mixtures", "maxima", "sums")
     return {
         name: form(capability, kernel, torch.bfloat16, sums, **same, **each.rows(tokens))

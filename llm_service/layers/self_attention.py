@@ -26,6 +26,9 @@ class SelfAttention(nn.Module):
 
     stored_as: ClassVar[str] = "self_attn"
     ops: RowOps = TORCH
+    kv_scales: Tensor | None = None
+    """Of this rank's heads of keys, and of values, what numbers of e4m3 in a cache are multiplied by, float32 [2,
+    kv_heads]; None: by 1."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -37,6 +40,7 @@ class SelfAttention(nn.Module):
         self.head_dim, self.eps, self._keys_as_values = shape.head_dim, config.norm_eps, shape.keys_as_values
         shared, own = group.kv_share(shape.kv_heads), group.share(config.heads_of(kind))
         self.heads, self.kv_heads, self.has_gates = length(own), length(shared), family.attention.output_gate
+        self.all_kv_heads, self.kv_share = shape.kv_heads, shared
         self._gates_apart = family.attention.separate_gate
         self.new_keys = self.kv_heads if kind.keys_of is None else 0
         query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)

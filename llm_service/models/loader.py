@@ -17,11 +17,12 @@ from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.model_config.text import TextConfig
+from llm_service.models.cache_scales import read_cache_scales
 from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_decoder, names_elsewhere
 from llm_service.models.parted_tensors import PartedTensors
 from llm_service.models.quantization_config import Scheme
-from llm_service.models.quantized import check_weight_dtype, load_weights, tell_of_cache
+from llm_service.models.quantized import check_weight_dtype, load_weights
 
 _log = log.get("loader")
 
@@ -63,6 +64,7 @@ def load_decoder(
     *,
     weight_dtype: str = "",
     text: TextSide | None = None,
+    cache_scales: bool = False,
 ) -> Decoder:
     """Builds one rank's share of the checkpoint's decoder on a device, reading that share alone; `text` says what of
     the checkpoint that is, None: what its family does.
@@ -70,8 +72,9 @@ def load_decoder(
     `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share, and w8a8 what the
     layers' are multiplied with as well; embeddings and norms stay. On a CPU whose products of bfloat16 are ours, these
     and what is kept of tokens (`Decoder.kv_dtype`) alone are bfloat16, with sums in float32: what is between them is
-    float32 (`Decoder.dtype`). Raises CheckpointError where a weight is missing or does not fit, or cannot be rounded
-    so, or the ranks cannot share the model.
+    float32 (`Decoder.dtype`). With `cache_scales` those of keys and values of e4m3 are read as well. Raises
+    CheckpointError where a weight is missing or does not fit, or cannot be rounded so, or the ranks cannot share the
+    model.
     """
     text, scheme = text or TextSide.of(checkpoint), Scheme.of(checkpoint.config)
     check_weight_dtype(weight_dtype, scheme, device)
@@ -88,9 +91,10 @@ def load_decoder(
         raise CheckpointError(str(error)) from error
     if scheme is not None:
         _log.info("weights stay as they are quantised", method=scheme.method)
-    tell_of_cache(checkpoint)
     weights = load_weights(checkpoint, partial(_name_here, text.own_name, names_elsewhere(decoder)))
     fill_decoder(decoder, text.parted.pieces(weights), device, rounded)
+    if cache_scales:
+        read_cache_scales(checkpoint, text.own_name, decoder)
     if any(part.cuts_groups for part in decoder.modules() if isinstance(part, Experts)):
         _log.info("parts of experts cut groups of scales: --enable-expert-parallel keeps them whole", ranks=group.size)
     return decoder.eval()

@@ -9,6 +9,7 @@ from typing import Any
 from common import bitsandbytes, log
 from common.checkpoint import CheckpointError
 from llm_service.layers.quantized_weight import Number
+from llm_service.model_config.stated_quantization import cache_type_of, stated_quantization
 
 _log = log.get("quantized")
 
@@ -136,24 +137,12 @@ def quantization_of(config: Mapping[str, Any]) -> str:
     return str((_stated(config) or {}).get("quant_method", ""))
 
 
-def cache_type_of(config: Mapping[str, Any]) -> str:
-    """What a quantised checkpoint suggests as the type of a KV cache; empty where it suggests none."""
-    stated = _as_given(config)
-    scheme = stated.get("kv_cache_quant_algo") or stated.get("kv_cache_scheme") or ""
-    return f"{scheme.get('type')}{scheme.get('num_bits')}" if isinstance(scheme, Mapping) else str(scheme)
-
-
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """None where no weight is quantised: Model Optimizer states a KV cache alone in the same place."""
-    given = _as_given(config)
+    """None where no weight is quantised: Model Optimizer and compressed-tensors state a KV cache alone in the same
+    place."""
+    given = stated_quantization(config)
+    if given.get("quant_method") == "compressed-tensors" and not given.get("config_groups") and cache_type_of(config):
+        return None
     if not str(given.get("quant_method", "")).startswith("modelopt"):
         return given or None
     return {**given, "quant_method": "modelopt"} if given.get("quant_algo") else None
-
-
-def _as_given(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`quantization_config`, empty where there is none. What hf_quant_config.json has in a section of its own, and
-    some config.json as well, is as the rest."""
-    text = config.get("text_config") or {}
-    given: Mapping[str, Any] = config.get("quantization_config") or text.get("quantization_config") or {}
-    return {"quant_method": "modelopt", **given, **given["quantization"]} if "quantization" in given else given

@@ -3,28 +3,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 
-from common import log
 from common.bitsandbytes import split_name
 from common.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from common.weights import SliceReader, load_slices
 from llm_service.layers.cpu import selection
 from llm_service.layers.linear import Stored
 from llm_service.layers.weight_dtype import W8A8
-from llm_service.models.quantization_config import Scheme, cache_type_of
+from llm_service.model_config.stated_quantization import cache_type_of
+from llm_service.models.cache_scales import is_of_cache
+from llm_service.models.quantization_config import Scheme
 from llm_service.models.quantized_formats import is_quantised, quantised_weight
 from llm_service.models.stacked_formats import QuantizedStack, belongs_to, stacks_within
 
-_log = log.get("quantized")
-
 _MAIN = ("weight", "weight_packed", "qweight")
-_OF_CACHE = re.compile(r"(.*\.)?([qkv]_scale|k_proj\.k_bias|v_proj\.v_bias)")
-"""Of a KV cache in 8 or 4 bits, which a checkpoint may suggest; ours has the model's own type."""
 _SCALE = "weight_scale"
 
 Parts = Mapping[str, TensorInfo]
@@ -57,12 +53,6 @@ def _multiplies_bytes(device: torch.device) -> bool:
     return int8_weight.computes(device)
 
 
-def tell_of_cache(checkpoint: Checkpoint) -> None:
-    """Logs that the KV cache is not what a checkpoint suggests, where it suggests one in 8 or 4 bits."""
-    if suggested := cache_type_of(checkpoint.config):
-        _log.info("the checkpoint suggests another KV cache: --kv-cache-dtype decides", suggested=suggested)
-
-
 def load_weights(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Stored]]:
     """Yields (new name, what reads a part of it) for each tensor whose name `wanted` maps to a new one; tensors that
     make one quantised weight are yielded as one, by the name of the weight. Raises CheckpointError where a part of
@@ -70,13 +60,13 @@ def load_weights(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) ->
     scheme = Scheme.of(checkpoint.config)
     if scheme is None:
         suggested = bool(cache_type_of(checkpoint.config))
-        yield from load_slices(checkpoint, lambda name: None if suggested and _is_of_cache(name) else wanted(name))
+        yield from load_slices(checkpoint, lambda name: None if suggested and is_of_cache(name) else wanted(name))
         return
     with SliceReader(checkpoint) as reader:
         modules = _modules(checkpoint)
         for module in modules:
             for name, made in _weights(scheme, modules, module, reader):
-                renamed = None if _is_of_cache(name) else wanted(name)
+                renamed = None if is_of_cache(name) else wanted(name)
                 if renamed is not None:
                     yield renamed, made()
 
@@ -112,10 +102,6 @@ def _stack(scheme: Scheme, module: str, parts: Parts, kinds: Mapping[str, str], 
     tensors = {kind: reader[f"{module}.{part}"] for kind, part in kinds.items()}
     named = f"{module}.{kinds['weight']}"
     return QuantizedStack(infos, tensors, lambda one: quantised_weight(scheme, named, infos, one))
-
-
-def _is_of_cache(name: str) -> bool:
-    return _OF_CACHE.fullmatch(name) is not None
 
 
 def _has_quantised(parts: Parts) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.checkpoint import Checkpoint
 from common.identity import canonical, framed, tensors_digest
-from llm_service.settings import EngineSettings
+from llm_service.settings import CacheDtype, EngineSettings
 
 _SCHEMA = b"twinlens kv blocks/1"
 
@@ -22,7 +22,7 @@ def kv_layout(settings: EngineSettings, checkpoint: Checkpoint) -> bytes:
         settings.dtype,
         settings.weight_dtype,
         settings.attention,
-        settings.kv_cache_dtype,
+        "e4m3, by the checkpoint's scales" if settings.kv_cache_dtype is CacheDtype.FP8 else settings.kv_cache_dtype,
         settings.block_size,
         settings.tensor_parallel,
         settings.tensor_parallel > 1 and settings.expert_parallel,

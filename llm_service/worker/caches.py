@@ -30,6 +30,7 @@ from llm_service.layers.cache_spec import (
     PagedKV,
     Segment,
     SequenceState,
+    SharedKV,
     StateCache,
     cache_shapes,
     layer_caches,
@@ -45,6 +46,7 @@ from llm_service.layers.mixer import (
     StateBackend,
     StateMetadata,
 )
+from llm_service.layers.self_attention import SelfAttention
 from llm_service.settings import CacheDtype
 
 
@@ -72,6 +74,16 @@ class PagedLayers:
         """The back end, where it is one; asked for once, since to compare it with a protocol takes as long as copying a
         step's numbers to the device."""
         return self.backend if isinstance(self.backend, StableBackend) else None
+
+
+def _scales_of(mixers: Sequence[CachedPart], specs: Sequence[CacheSpec]) -> list[Tensor | None]:
+    """By layer, what stands in a cache of e4m3 is multiplied by these: a layer's own, or those of whose cache it
+    has."""
+    found: list[Tensor | None] = []
+    for mixer, spec in zip(mixers, specs, strict=True):
+        own = mixer.kv_scales if isinstance(mixer, SelfAttention) else None
+        found.append(found[spec.layer] if isinstance(spec, SharedKV) else own)
+    return found
 
 
 class Caches:
@@ -113,6 +125,7 @@ class Caches:
         self.layers = layer_caches(specs, shapes, paged, self.state_slots + self.snapshot_slots, device)
         self._indexes: dict[PagedKV, IndexBackend] = {}
         self._own_specs = specs
+        self._scales = _scales_of(mixers, specs) if kv_cache_dtype is CacheDtype.FP8 else [None] * len(specs)
         for mixer, spec, read in zip(mixers, specs, self._specs, strict=True):
             if isinstance(spec, SequenceState) and spec not in self._states:
                 self._states[spec] = states(mixer)
@@ -157,9 +170,11 @@ class Caches:
 
     def _of_layers(self, made: Mapping[CacheSpec, Any], chosen: Mapping[CacheSpec, Any]) -> list[Any]:
         """Each layer's batch, with that of its index if it has one, by the kind of what it reads."""
-        pairs = zip(self._own_specs, self._specs, strict=True)
-        indexed = [(isinstance(kept, IndexedKV) and spec in chosen, spec) for kept, spec in pairs]
-        return [(made[spec], chosen[spec]) if has_index else made[spec] for has_index, spec in indexed]
+        found: list[Any] = []
+        for kept, spec, scales in zip(self._own_specs, self._specs, self._scales, strict=True):
+            batch = made[spec] if scales is None else made[spec].with_scales(scales)
+            found.append((batch, chosen[spec]) if isinstance(kept, IndexedKV) and spec in chosen else batch)
+        return found
 
     @property
     def decodes_alone(self) -> bool:
@@ -227,9 +242,12 @@ class Caches:
 
     def warm_up(self) -> None:
         """Has the back ends' kernels compiled, where they compile any, so that no request waits for that."""
-        for layers in self.paged.values():
-            if isinstance(layers.backend, WarmBackend):
-                layers.backend.warm_up(layers.cache[0])
+        for spec, layers in self.paged.items():
+            if not isinstance(layers.backend, WarmBackend):
+                continue
+            own = [scales for read, scales in zip(self._specs, self._scales, strict=True) if read == spec]
+            for scales in {scales is None: scales for scales in own}.values():  # kernels of two forms
+                layers.backend.warm_up(layers.cache[0], scales)
 
     def kernels(self) -> set[str]:
         """Names of our kernels for CPUs that the back ends use, as `common.cpu.jit.find` takes them."""

@@ -30,6 +30,7 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.model_config.adapter_folder import Adaptable, Adapter, read
 from llm_service.model_config.served import ServedModel, Weights
+from llm_service.model_config.stated_quantization import cache_type_of, suggests_fp8_cache
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.loader import load_hf_decoder
@@ -119,8 +120,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
         text = known_text(checkpoint, hf, group, settings.max_context)
     decoder = _decoder(settings, checkpoint, dtype, device, group, text)
     settings = _with_room(settings, checkpoint, decoder)
-    if settings.kv_cache_dtype is not CacheDtype.AUTO:
-        check_small_cache(decoder, settings.kv_cache_dtype)
+    settings = _with_cache(settings, checkpoint, decoder)
     give_back()
     adapters = _adapters(settings, decoder)
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
@@ -364,12 +364,14 @@ def _decoder(
 ) -> Decoder | HfDecoder:
     """Ours, of a `text` that is known, or of a family; or transformers', for which not everything is there."""
     if settings.hf is None or text is not None:
-        return load_decoder(checkpoint, dtype, device, group, weight_dtype=settings.weight_dtype, text=text)
+        scaled = settings.kv_cache_dtype is CacheDtype.FP8
+        own: dict[str, Any] = {"weight_dtype": settings.weight_dtype, "text": text, "cache_scales": scaled}
+        return load_decoder(checkpoint, dtype, device, group, **own)
     if settings.compile:
         raise CheckpointError("--compile is not for a model that transformers computes")
     if group.expert_parallel:
         raise CheckpointError("--enable-expert-parallel is not for a model that transformers computes")
-    own: dict[str, Any] = {"weight_dtype": settings.weight_dtype, "attention": settings.attention}
+    own = {"weight_dtype": settings.weight_dtype, "attention": settings.attention}
     return load_hf_decoder(checkpoint, settings.hf, dtype, device, group, **own)
 
 
@@ -385,6 +387,22 @@ def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decode
     if wanted > settings.max_step_tokens:
         _log.info("steps are larger, since an item is computed at once", tokens=wanted, at_once=most)
         settings = msgspec.structs.replace(settings, max_step_tokens=wanted)
+    return settings
+
+
+def _with_cache(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder) -> EngineSettings:
+    """With keys and values as they are asked for; as they are computed where a checkpoint suggests what cannot be.
+    Raises CheckpointError where what is asked for cannot be."""
+    try:
+        if settings.kv_cache_dtype is not CacheDtype.AUTO:
+            check_small_cache(decoder, settings.kv_cache_dtype)
+    except CheckpointError:
+        if not settings.kv_cache_suggested:
+            raise
+        settings = msgspec.structs.replace(settings, kv_cache_dtype=CacheDtype.AUTO)
+    told = cache_type_of(checkpoint.config)
+    if told and (settings.kv_cache_dtype is not CacheDtype.FP8 or not suggests_fp8_cache(checkpoint.config)):
+        _log.info("the KV cache is not what the checkpoint suggests", suggested=told, kept=settings.kv_cache_dtype)
     return settings
 
 

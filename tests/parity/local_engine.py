@@ -209,7 +209,9 @@ class LocalEngine:
         served = ServedModel.of(checkpoint) if hf is None else ServedModel.by_hf(hf)
         decoder: Decoder | HfDecoder
         if hf is None or text is not None:
-            decoder = load_decoder(checkpoint, dtype, torch.device(device), weight_dtype=weight_dtype, text=text)
+            given: dict[str, Any] = {"weight_dtype": weight_dtype, "text": text}
+            given |= {"cache_scales": kv_cache_dtype is CacheDtype.FP8}
+            decoder = load_decoder(checkpoint, dtype, torch.device(device), **given)
         else:
             own: dict[str, Any] = {"finding": finding, "weight_dtype": weight_dtype, "attention": attention}
             decoder = load_hf_decoder(checkpoint, hf, dtype, torch.device(device), **own)

@@ -34,4 +34,4 @@ def test_both_services_serve_it_as_it_is_published(checkpoints: Callable[..., Pa
         digest = encoder_digest(Checkpoint(plain), DType.FLOAT32, VISION)
         assert info.encoder_digest == encoder.digest == digest
         assert (info.weights.quantization, info.weights.bits) == ("modelopt", 4)
-        assert "--kv-cache-dtype decides" in running.llm.log.read_text("utf-8")
+        assert "the KV cache is not what the checkpoint suggests" in running.llm.log.read_text("utf-8")

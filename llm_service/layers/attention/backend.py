@@ -278,12 +278,22 @@ class AttentionBatch(Protocol):
         ...
 
 
+class ScaledBatch(AttentionBatch, Protocol):
+    """One over keys and values of e4m3."""
+
+    def with_scales(self, scales: Tensor) -> AttentionBatch:
+        """The same for a layer whose numbers in the cache stand for these multiples of theirs, float32 [2, kv_heads]:
+        keys', then values'."""
+        ...
+
+
 @runtime_checkable
 class WarmBackend(Protocol):
     """A back end that compiles kernels at their first use."""
 
-    def warm_up(self, cache: Tensor) -> None:
-        """Uses all of them once, over one layer's cache, of which it changes nothing that is anybody's."""
+    def warm_up(self, cache: Tensor, scales: Tensor | None = None) -> None:
+        """Uses all of them once, over one layer's cache, of which it changes nothing that is anybody's; `scales` as in
+        `ScaledBatch`."""
         ...
 
 

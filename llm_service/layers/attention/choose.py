@@ -9,6 +9,7 @@ import torch
 
 from common import log
 from common.checkpoint import CheckpointError
+from common.devices import E4M3_CAPABILITY
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import selection
@@ -94,7 +95,7 @@ def _triton(shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Atte
         if shape.kind.sight.answer_window:
             return f"{_ANSWERS} over latents"
         return LatentTritonBackend(shape, dtype, device)
-    if shape.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if shape.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY:
         return "GPUs have had e4m3 since Ada, 8.9"
     from llm_service.layers.attention.triton_backend import TritonBackend
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, Span
+from llm_service.layers.attention.backend import AttentionBatch, CacheShape, PagedChunk, ScaledBatch, Span
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList
 from llm_service.layers.attention.spanned import batch_with_spans
 from llm_service.layers.gpu.part_kernels import combine_kernel
@@ -43,13 +44,15 @@ class KernelBackend:
         """A batch over metadata that may be filled anew between uses."""
         raise NotImplementedError
 
-    def warm_up(self, cache: Tensor) -> None:
+    def warm_up(self, cache: Tensor, scales: Tensor | None = None) -> None:
         """Has every kernel compiled, over the null block of one layer's cache."""
         shape, null_block = self.shape, self.shape.null_block
         for count in (1, 2):
             chunk = PagedChunk(_LONG, count, [null_block] * -(-(_LONG + count) // shape.block_size))
             metadata = AttentionMetadata.of([chunk], shape.block_size, self._device, Tiling(2, self.tiling.tile))
-            self.over(metadata).attend(*shape.zeros(count, self._dtype, self._device), cache)
+            batch = self.over(metadata)
+            scaled = batch if scales is None else cast(ScaledBatch, batch).with_scales(scales)
+            scaled.attend(*shape.zeros(count, self._dtype, self._device), cache)
 
 
 @dataclass(frozen=True, slots=True)

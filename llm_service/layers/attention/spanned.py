@@ -4,8 +4,9 @@ have any, and the kernels those beside them, as they do without such company."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,20 +18,26 @@ from llm_service.layers.attention.backend import (
     AttentionBatch,
     CacheShape,
     PagedChunk,
+    ScaledBatch,
     Span,
     spans_of,
 )
-from llm_service.layers.attention.torch_backend import TorchBackend
+from llm_service.layers.attention.torch_backend import TorchBackend, TorchBatch
 
 
 @dataclass(frozen=True, slots=True)
 class SpannedBatch:
     """`spanned` computes the tokens at `places` int64 of a step, `plain` the others, at `rest`."""
 
-    spanned: AttentionBatch
+    spanned: TorchBatch
     places: Tensor
     plain: AttentionBatch
     rest: Tensor
+
+    def with_scales(self, scales: Tensor) -> SpannedBatch:
+        """See `ScaledBatch`."""
+        plain = cast(ScaledBatch, self.plain).with_scales(scales)
+        return replace(self, spanned=self.spanned.with_scales(scales), plain=plain)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""

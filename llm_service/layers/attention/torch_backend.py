@@ -7,7 +7,7 @@ they are, else they are gathered first: for a decode that is the whole context f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -129,11 +129,16 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class TorchBatch:
-    """`slots` int64 is where the keys and values of the batch's tokens go."""
+    """`slots` int64 is where the keys and values of the batch's tokens go; `scales` as in `ScaledBatch`."""
 
     slots: Tensor
     segments: tuple[_Segment, ...]
     shape: CacheShape
+    scales: Tensor | None = None
+
+    def with_scales(self, scales: Tensor) -> TorchBatch:
+        """See `ScaledBatch`."""
+        return replace(self, scales=scales)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`."""
@@ -144,7 +149,7 @@ class TorchBatch:
         scale, softcap = self.shape.softmax_scale, self.shape.kind.softcap
         for segment in self.segments:
             here = slice(segment.begin, segment.end)
-            key, value = keys[segment.slots].to(query.dtype), values[segment.slots].to(query.dtype)
+            key, value = (self._read(kept, segment, part, query.dtype) for part, kept in enumerate((keys, values)))
             if softcap is not None:
                 mask = segment.mask_of(key)
                 out[here] = attend_by_scores(query[here], key, value, mask, scale=scale, softcap=softcap)
@@ -164,6 +169,11 @@ class TorchBatch:
             out[here] = attended.squeeze(0).transpose(0, 1)
         return out.flatten(1)
 
+    def _read(self, kept: Tensor | Int8Tokens, segment: _Segment, part: int, dtype: torch.dtype) -> Tensor:
+        """The keys that any of a segment's tokens sees, or the values, by the `part` that they are of a cache."""
+        seen = kept[segment.slots]
+        return seen.to(dtype) if self.scales is None else (seen.float() * self.scales[part].unsqueeze(1)).to(dtype)
+
     def _store_int8(self, key: Tensor, value: Tensor, cache: Tensor) -> tuple[Int8Tokens, Int8Tokens]:
         """The same in 8 bits."""
         keys, values = map(self.shape.int8_tokens, cache)
@@ -176,8 +186,9 @@ class TorchBatch:
         kv_heads, head_dim], and values [slots, kv_heads, value_dim]."""
         keys, values = (each.flatten(0, 1) for each in self.shape.split(cache))
         if self.shape.fp8:  # of which torch copies none by index on CPUs
-            for kept, given in ((keys, key), (values, value)):
-                kept.view(torch.uint8).index_copy_(0, self.slots, saturated(given).view(torch.uint8))
+            for part, (kept, given) in enumerate(((keys, key), (values, value))):
+                scaled = given if self.scales is None else given.float() / self.scales[part].unsqueeze(1)
+                kept.view(torch.uint8).index_copy_(0, self.slots, saturated(scaled).view(torch.uint8))
             return keys, values
         keys.index_copy_(0, self.slots, key.to(keys.dtype))
         if not self.shape.values_in_keys:

@@ -111,24 +111,31 @@ class TritonBackend(KernelBackend):
         return TritonBatch(metadata, self.compiled)
 
 
-def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None = None) -> None:
     """Writes key and value [n, kv_heads, head_dim], whose heads of a token lie one after the other, into one layer's
-    cache [2, blocks, block_size, kv_heads, head_dim], each to its place of `slots`."""
+    cache [2, blocks, block_size, kv_heads, head_dim], each to its place of `slots`; `scales` as in `ScaledBatch`."""
     width = key.shape[1] * key.shape[2]
     key_stride, value_stride = key.stride(0), value.stride(0)
     store_kernel[(len(key),)](
-        *(key, value, cache[0], cache[1], slots, key_stride, value_stride, width),
+        *(key, value, cache[0], cache[1], cache if scales is None else scales, slots, key_stride, value_stride, width),
         WIDTH=triton.next_power_of_2(width),
+        HEAD_DIM=key.shape[2],
         FP8=cache.dtype == torch.float8_e4m3fn,
+        SCALED=scales is not None,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class TritonBatch:
-    """A batch of the kernels in `triton_kernels`."""
+    """A batch of the kernels in `triton_kernels`; `scales` as in `ScaledBatch`."""
 
     metadata: AttentionMetadata
     shape: KernelShape
+    scales: Tensor | None = None
+
+    def with_scales(self, scales: Tensor) -> TritonBatch:
+        """See `ScaledBatch`."""
+        return TritonBatch(self.metadata, self.shape, scales)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
         """See `AttentionBatch`. The heads of one token must lie one after the other."""
@@ -164,14 +171,14 @@ class TritonBatch:
                 DIMS=self.shape.dims,
             )
             return
-        store(key, value, cache, slots)
+        store(key, value, cache, slots, self.scales)
 
     def _launch(self, out: Tensor, query: Tensor, cache: Tensor, scale: float, work: WorkList, tokens: int) -> None:
         """Attention of items of up to so many `tokens` each."""
         metadata, shape = self.metadata, self.shape
         kv_heads = query.shape[1] // shape.group
         parts = PartSums.of(work, kv_heads, tokens * shape.group, shape.head_dim, out)
-        scales = cache.view(torch.float32) if shape.int8 else cache  # which are not read
+        scales = cache.view(torch.float32) if shape.int8 else cache if self.scales is None else self.scales
         attention_kernel[(work.most_parts, kv_heads)](
             out,
             parts.mixtures,
@@ -198,6 +205,7 @@ class TritonBatch:
             BLOCK_N=shape.keys_at_once,
             PRECISION=shape.precision,
             INT8=shape.int8,
+            SCALED=self.scales is not None,
             **shape.rows(tokens),
         )
         parts.join(out, metadata, work, tokens, shape.group, shape.dims)

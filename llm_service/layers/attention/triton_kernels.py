@@ -13,16 +13,33 @@ from llm_service.layers.gpu.scaled_kernel import e4m3
 
 @triton.jit
 def store_kernel(
-    key, value, keys, values, slots, key_stride, value_stride, width, WIDTH: tl.constexpr, FP8: tl.constexpr
+    key,
+    value,
+    keys,
+    values,
+    scales,
+    slots,
+    key_stride,
+    value_stride,
+    width,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FP8: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Puts one token's keys and values, `width` = kv_heads · head_dim numbers each, into its slot,
-    with FP8 as e4m3, of which too large ones become the largest. Grid [tokens]."""
+    """Puts one token's keys and values, `width` = kv_heads · HEAD_DIM numbers each, into its slot, with FP8 as e4m3, of
+    which too large ones become the largest; where they are SCALED divided by `scales` [2, kv_heads] before. Grid
+    [tokens]."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     place = tl.arange(0, WIDTH)
     inside = place < width
     k = tl.load(key + token * key_stride + place, inside)
     v = tl.load(value + token * value_stride + place, inside)
+    if SCALED:
+        steps = scales + place // HEAD_DIM
+        k = tl.math.div_rn(k.to(tl.float32), tl.load(steps, inside, 1.0))
+        v = tl.math.div_rn(v.to(tl.float32), tl.load(steps + width // HEAD_DIM, inside, 1.0))
     if FP8:
         k, v = e4m3(k), e4m3(v)
     tl.store(keys + slot * width + place, k, inside)
@@ -234,6 +251,7 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     INT8: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """A part of the context of one item, for all query heads of one KV head, in each program. Grid [parts, kv_heads];
     `scale` holds log2(e).
@@ -242,8 +260,8 @@ def attention_kernel(
     tiles[i, 1] on of sequence tiles[i, 0]. The token at place r of a chunk with c tokens before it sees positions 0 … c
     + r, the last WINDOW of them where that is not 0, and those of its chunk of CHUNK positions where that is not; with
     PROMPTS the first ones as well, as many as `prompts` has of its sequence. A program has GROUP rows for each token.
-    Scores are drawn below SOFTCAP, where that is not 0. With INT8 keys and
-    values are those of `store_int8_kernel`.
+    Scores are drawn below SOFTCAP, where that is not 0. With INT8 keys and values are those of `store_int8_kernel`;
+    where they are SCALED, all of a head are numbers times its key scale, or its value scale.
 
     `parts` [items + 2] has the keys of a part, the first part of each item, and the number of parts; programs beyond
     that are there for longer contexts, and do nothing. `rooms` [items] is −1 for an item of one part, whose result goes
@@ -272,6 +290,8 @@ def attention_kernel(
         prompt = tl.load(prompts + sequence)
         shared = tl.where(length - count + first < prompt, 0, tl.minimum(end, prompt))
 
+    if SCALED:
+        scale *= tl.load(key_scales + head)
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     place = tl.zeros([ROWS], tl.int32)
@@ -320,6 +340,8 @@ def attention_kernel(
         prompt, PROMPTS,
     )  # fmt: skip
 
+    if SCALED:
+        mixed *= tl.load(value_scales + head)
     leave_sums(
         out, mixtures, maxima, sums, highest, total, mixed, whole, rows, dims, token, heads, room, own, head,
         kv_heads, TOKENS, GROUP, HEAD_DIM,

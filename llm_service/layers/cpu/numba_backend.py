@@ -56,7 +56,7 @@ class NumbaBackend:
         self.kernels = frozenset({f"{decoding.__name__}:decode", *chunks})
         self._plain = TorchBackend(shape, _CPU)
 
-    def warm_up(self, cache: Tensor) -> None:
+    def warm_up(self, cache: Tensor, scales: Tensor | None = None) -> None:  # noqa: ARG002 - it reads no e4m3
         """See `WarmBackend`."""
         null_block = self._shape.null_block
         for count in (1, _FEW + 1):  # decoded, and not

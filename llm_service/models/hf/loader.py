@@ -15,7 +15,7 @@ from llm_service.models.hf.decoder import HfDecoder, MakesBackend
 from llm_service.models.hf.linear import Fill, fill_quantised, leave_quantised, round_linears
 from llm_service.models.hf.text import text_alone
 from llm_service.models.quantization_config import Scheme
-from llm_service.models.quantized import check_weight_dtype, tell_of_cache
+from llm_service.models.quantized import check_weight_dtype
 from llm_service.models.trial import Finding, try_out
 
 _log = log.get("hf_loader")
@@ -55,7 +55,6 @@ def load_hf_decoder(
     elif names:
         _log.info("weights stay as they are quantised", method="" if scheme is None else scheme.method)
         fill = fill_quantised(checkpoint, names, device)
-    tell_of_cache(checkpoint)
     return HfDecoder(
         speaking(complete(model)),
         dtype,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from common.checkpoint import Checkpoint
 from common.devices import (
     check_device,
     computed_in,
+    cuda_capability,
     cuda_device_count,
     cuda_memory,
     default_device,
@@ -42,7 +45,31 @@ def test_the_suite_for_cpus_sees_no_gpu_whatever_the_machine_has() -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert cuda_device_count() == 0
     assert cuda_memory(0) == 0
+    assert cuda_capability(0) == (0, 0)
     assert default_device() == "cpu"
+
+
+def test_a_gpu_s_capability_is_the_driver_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        """Of two GPUs, 8.9 and 10.0."""
+
+        def cuInit(self, _: int) -> int:
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = 2
+            return 0
+
+        def cuDeviceGet(self, device: Any, index: int) -> int:
+            device._obj.value = index
+            return 0
+
+        def cuDeviceGetAttribute(self, found: Any, attribute: int, device: Any) -> int:
+            found._obj.value = {75: (8, 10), 76: (9, 0)}[attribute][device.value]
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver())
+    assert [cuda_capability(index) for index in range(3)] == [(8, 9), (10, 0), (0, 0)]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import CacheSpec, PagedKV, SharedKV
+from llm_service.layers.self_attention import SelfAttention
+from llm_service.settings import CacheDtype
 from llm_service.worker.caches import Caches
 
 CPU = torch.device("cpu")
@@ -45,3 +48,25 @@ def test_a_layer_that_shares_is_handed_the_cache_that_it_shares() -> None:
     assert caches.layers[2:] == caches.layers[:2]
     batches = caches.batches(CHUNKS)
     assert [id(batch) for batch in batches[2:]] == [id(batch) for batch in batches[:2]]
+
+
+def test_kernels_for_layers_with_scales_and_without_are_compiled_before_anybody_waits() -> None:
+    specs: list[CacheSpec] = [PagedKV(4, 2, 32), PagedKV(4, 2, 32), PagedKV(4, 1, 64), SharedKV(0)]
+    scales = [torch.ones(2, 2), None, torch.ones(2, 1), None]
+    mixers: Any = [
+        mock.Mock(spec=SelfAttention, cache_spec=lambda spec=spec: spec, kv_scales=own)
+        for spec, own in zip(specs, scales, strict=True)
+    ]
+    backends: list[mock.Mock] = []
+
+    def make(_: CacheShape) -> mock.Mock:
+        backends.append(mock.Mock(spec=["name", "batch", "warm_up"]))
+        return backends[-1]
+
+    caches = Caches(mixers, 5, 16, torch.float32, CPU, attention=make, kv_cache_dtype=CacheDtype.FP8)
+    caches.warm_up()
+    compiled = [[call.args[1] for call in backend.warm_up.call_args_list] for backend in backends]
+    assert [[own is None for own in each] for each in compiled] == [[False, True], [False]]
+    caches.batches(CHUNKS)
+    given = [backend.batch.return_value.with_scales.call_args_list for backend in backends]
+    assert [[call.args[0] for call in each] for each in given] == [[scales[0], scales[0]], [scales[2]]]

@@ -28,6 +28,7 @@ from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.group import ALONE
 from llm_service.layers.low_rank import LowRank
 from llm_service.layers.quantized_weight import QuantizedWeight
+from llm_service.layers.self_attention import SelfAttention
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
@@ -450,15 +451,20 @@ def test_texts_that_transformers_computes_are_captured_without_a_question_to_the
         assert "attention_kernel" in launched
 
 
-@pytest.mark.parametrize("kept", [CacheDtype.INT8, CacheDtype.FP8])
+@pytest.mark.parametrize(
+    ("kept", "scaled"), [(CacheDtype.INT8, False), (CacheDtype.FP8, False), (CacheDtype.FP8, True)]
+)
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_keys_and_values_in_8_bits_are_captured_without_a_question_to_the_host(
-    family: Any, kept: CacheDtype, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
+    family: Any, kept: CacheDtype, scaled: bool, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
 ) -> None:
     checkpoint = Checkpoint(checkpoints(family))
     with fake_gpu() as launched:
         with torch.inference_mode(mode=False):
             decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
+        for mixer in decoder.mixers() if scaled else ():
+            if isinstance(mixer, SelfAttention):
+                mixer.kv_scales = torch.ones(2, mixer.kv_heads, device=GPU)
         runner = made_runner(decoder, rows_memory, 1, kept=kept)
         check_capture(runner, BOUNDS)
         check_steps(runner, [Draw(at=0), Draw(at=1)])

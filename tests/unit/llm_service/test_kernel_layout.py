@@ -14,7 +14,8 @@ from tests.kernel_layout import LAYOUTS
 def store(key: torch.Tensor, slots: torch.Tensor, stride: int) -> torch.Tensor:
     """What is stored of keys [n, 2, 8]."""
     kept = torch.zeros(4, 2, 8)
-    store_kernel[(len(key),)](key, key, kept, kept.clone(), slots, stride, stride, 16, WIDTH=16, FP8=False)
+    kinds = {"WIDTH": 16, "HEAD_DIM": 16, "FP8": False, "SCALED": False}
+    store_kernel[(len(key),)](key, key, kept, kept.clone(), kept, slots, stride, stride, 16, **kinds)
     return kept
 
 

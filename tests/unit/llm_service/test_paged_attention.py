@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint import CheckpointError
@@ -16,6 +17,7 @@ from llm_service.layers.attention.backend import AttentionBatch, AttentionKind, 
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.int8_blocks import quantize
 from llm_service.layers.attention.metadata import AttentionMetadata
+from llm_service.layers.attention.spanned import SpannedBatch
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
@@ -256,22 +258,61 @@ def test_keys_and_values_in_8_bits_are_attended_to_as_what_they_stand_for(
     torch.testing.assert_close(expected, whole, rtol=0, atol=0.02)
 
 
+_SCALES = torch.tensor([[0.004, 3.0], [0.02, 40.0]])
+"""By head, of keys, and of values: some numbers become the largest, others steps of the smallest ones."""
+
+
+@pytest.mark.parametrize("scales", [None, _SCALES], ids=["plain", "scaled"])
 @pytest.mark.parametrize("counts", [pytest.param(counts, id=way) for way, counts in WAYS.items()])
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_keys_and_values_of_e4m3_are_attended_to_as_what_they_stand_for(name: str, counts: tuple[int, ...]) -> None:
+def test_keys_and_values_of_e4m3_are_attended_to_as_what_they_stand_for(
+    name: str, counts: tuple[int, ...], scales: Tensor | None
+) -> None:
     shape = replace(shape_of(64, 6, 2), kept=CacheDtype.FP8)
     case = Case.random(replace(shape, kept=CacheDtype.AUTO), counts, torch.float32, 3)
+    small, plain, expected = of_e4m3(case, shape, scales)
+    batch: Any = choose(name, shape, torch.float32, CPU).batch(case.chunks)
+    given = (batch if scales is None else batch.with_scales(scales)).attend(*case.heads, small)
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    by = torch.ones(()) if scales is None else scales.view(2, 1, 1, 2, 1)
+    assert torch.equal(small.float() * by, plain), "and nothing else was written"
+
+
+def of_e4m3(
+    case: Case, shape: CacheShape, scales: Tensor | None, spans: Sequence[Span] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A case's cache in e4m3, what it stands for once the case's tokens are in it, and what attention makes of that."""
     query, key, value = case.heads
     key[0, 0, :2], value[0, 0, :2] = torch.tensor([1e-3, 0.0]), torch.tensor([600.0, -1e9])
-    small, near_key, near_value = (
-        each.clamp(-448, 448).to(torch.float8_e4m3fn) for each in (case.cache[0], key, value)
-    )
-    plain = small.float()
+    by = torch.ones(2, 2) if scales is None else scales
+
+    def rounded(x: Tensor, part: int) -> Tensor:
+        return (x / by[part].unsqueeze(1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    small = torch.stack([rounded(each, part) for part, each in enumerate(case.cache[0])])
+    plain = small.float() * by.view(2, 1, 1, 2, 1)
+    near = [rounded(each, part).float() * by[part].unsqueeze(1) for part, each in enumerate((key, value))]
     metadata = AttentionMetadata.of(case.chunks, shape.block_size, CPU)
-    expected = paged_attention(query, near_key.float(), near_value.float(), plain, metadata, shape.kind, ())
-    given = choose(name, shape, torch.float32, CPU).batch(case.chunks).attend(query, key, value, small)
-    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(small.float(), plain), "and nothing else was written"
+    return small, plain, paged_attention(query, *near, plain, metadata, shape.kind, spans)
+
+
+@pytest.mark.parametrize("kind", [AttentionKind(Sight(24)), AttentionKind(softcap=1.5)], ids=["window", "capped"])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_scales_of_e4m3_count_before_a_cap_and_within_windows(name: str, kind: AttentionKind) -> None:
+    shape = replace(shape_of(64, 6, 2), kept=CacheDtype.FP8, kind=kind)
+    case = Case.random(replace(shape, kept=CacheDtype.AUTO), WAYS["mixed"], torch.float32, 3)
+    small, _, expected = of_e4m3(case, shape, _SCALES)
+    batch: Any = choose(name, shape, torch.float32, CPU).batch(case.chunks)
+    torch.testing.assert_close(batch.with_scales(_SCALES).attend(*case.heads, small), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scales_of_e4m3_reach_both_who_compute_a_step_with_spans() -> None:
+    shape = replace(shape_of(64, 6, 2), kept=CacheDtype.FP8, kind=AttentionKind(Sight(spans=SpanRule.EVERYWHERE)))
+    case, spans = Case.random(replace(shape, kept=CacheDtype.AUTO), (1, 20, 30), torch.float32, 3), [(3, 9)]
+    small, _, expected = of_e4m3(case, shape, _SCALES, spans)
+    batch: Any = choose("triton", shape, torch.float32, CPU).batch(case.chunks, spans)
+    assert isinstance(batch, SpannedBatch)
+    torch.testing.assert_close(batch.with_scales(_SCALES).attend(*case.heads, small), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_scale_is_the_largest_number_s() -> None:

@@ -18,8 +18,9 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.linear import StoredStack, quantized
 from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
-from llm_service.models.quantization_config import Scheme, cache_type_of, quantization_of
-from llm_service.models.quantized import load_weights, tell_of_cache
+from llm_service.model_config.stated_quantization import cache_type_of
+from llm_service.models.quantization_config import Scheme, quantization_of
+from llm_service.models.quantized import load_weights
 from tests.quantized import FORMATS, Made, fp8
 
 OUTPUTS, INPUTS = 256, 384
@@ -293,17 +294,6 @@ def test_scales_of_a_cache_alone_are_left_out(tmp_path: Path) -> None:
     assert Scheme.of(checkpoint.config) is None
     assert quantization_of(checkpoint.config) == ""
     assert [name for name, _ in load_weights(checkpoint, lambda name: name)] == ["attn.k_proj.weight"]
-
-
-@pytest.mark.parametrize("suggested", ["FP8", ""])
-def test_a_cache_that_is_not_honoured_is_told(
-    suggested: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, tensors, _ = made("modelopt FP8")
-    config = {key: value for key, value in config.items() if key != "kv_cache_scheme"}
-    tell_of_cache(write(tmp_path / "model", config | {"kv_cache_quant_algo": suggested or None}, tensors))
-    told = "".join(capsys.readouterr())
-    assert ("suggests another KV cache: --kv-cache-dtype decides" in told) == bool(suggested)
 
 
 def test_a_power_of_two_that_is_no_number_is_refused(tmp_path: Path) -> None:
