@@ -146,12 +146,13 @@ def test_another_adapter_under_the_same_name_costs_prompts_of_the_model_nothing(
     "flags",
     [
         {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8"},
         {"speculative_tokens": 3, "overlap": "auto"},
         {"speculative_tokens": 3, "overlap": "auto", "draft_model": "itself"},
         {"speculative_tokens": 3, "overlap": "auto", "draft_model": "itself", "tp": 2},
         {"dtype": "bfloat16"},
     ],
-    ids=["int8", "look-up", "draft model", "draft model of the first rank", "16 bits"],
+    ids=["int8", "e4m3", "look-up", "draft model", "draft model of the first rank", "16 bits"],
 )
 def test_blocks_of_each_kind_are_exchanged(checkpoint: Path, flags: dict[str, object]) -> None:
     encoder_flags = {key: value for key, value in flags.items() if key == "dtype"}
