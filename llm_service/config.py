@@ -356,6 +356,12 @@ class LlmConfig(ServerConfig):
     encoder_wait_seconds: float = option(
         5.0, "how long an item waits for room where all encoders are full, or to its deadline", minimum=0
     )
+    encoder_hedge_seconds: float = option(
+        10.0,
+        "an item that has waited so long for its first row, and far longer than it would elsewhere, is asked for at"
+        " another encoder as well; 0: never",
+        minimum=0,
+    )
     encoder_connections: int = option(
         1, "connections to each encoder; with several, a large item's rows come over all of them", minimum=1, maximum=16
     )

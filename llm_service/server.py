@@ -403,6 +403,7 @@ def _link_settings(
         security=config.link(),
         timeout=config.encode_timeout_seconds,
         silence=config.encoder_silence_seconds,
+        hedge=config.encoder_hedge_seconds,
         connections=config.encoder_connections,
         shared_memory=config.shared_memory,
         local_dir=config.local_dir,

@@ -82,6 +82,10 @@ class RetryBudget:
         self._tokens -= 1
         return True
 
+    def give_back(self) -> None:
+        """A retry that was taken came to nothing: the encoder was full."""
+        self._tokens = min(self._reserve, self._tokens + 1)
+
 
 @dataclass(slots=True)
 class _Record:

@@ -73,6 +73,10 @@ class EncoderChoice:
             self.tried.append(replica.address)
             return replica
 
+    def another(self, able: Callable[[Replica], bool]) -> Replica | None:
+        """One that was not tried yet, and is `able` to do better; None where there is none. Nothing is waited for."""
+        return self._pool.another(self._affinity, self._lacking.union(self.tried), able)
+
     @property
     def waits(self) -> bool:
         """The item waits for room."""

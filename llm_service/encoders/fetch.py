@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
+from typing import Any, TypeVar
 
 from common import log, tracing
 from common.errors import (
@@ -24,21 +27,27 @@ from common.errors import (
 )
 from common.media.item import Header, Key, Url
 from common.stages import Stage, add
+from llm_service.encoders.attempt import Attempt, RowStream
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.choice import EncoderChoice
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.header_cache import HeaderCache, KnownHeader
 from llm_service.encoders.identity import Identity, given_by
-from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import Asking, Replica
-from llm_service.encoders.stream import UNREACHABLE, EncodeStream
+from llm_service.encoders.stream import UNREACHABLE
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem, Request
+
+T = TypeVar("T")
 
 _log = log.get("fetch")
 _ATTEMPTS = 3
 _RETRIED = (Unavailable, DataLoss, Exhausted, NotFound)
+_LOOK_SECONDS = 0.5
+"""From one look whether an item is overdue to the next, at most."""
+_FAR_LONGER = 4.0
+"""An item is overdue that has waited so many times as long as it would elsewhere."""
 
 
 @dataclass(slots=True)
@@ -85,12 +94,9 @@ class Fetch:
         self._failures = 0
         self._lapses = 0
         self._broke = False
-        self._replica: Replica | None = None
-        self._stream: EncodeStream | ParallelStreams | None = None
-        self._opened = 0.0
-        self._key_there = b""
+        self._attempt: Attempt | None = None
+        self._hedged = False
         self._states_rows = False
-        self._holds = ExitStack()
         patient_until = min(monotonic() + links.patience, request.deadline or float("inf"))
         self._choice = EncoderChoice(links.pool, self._affinity, request, item.field, patient_until)
 
@@ -107,7 +113,7 @@ class Fetch:
     @property
     def keeps_place(self) -> bool:
         """The header has come, and an encoder keeps a place for the item until its rows are read."""
-        return self.header is not None and self._stream is not None
+        return self.header is not None and self._attempt is not None
 
     def renewed(self) -> Fetch:
         """The same item to be fetched once more, whatever becomes of this fetch."""
@@ -137,15 +143,15 @@ class Fetch:
         self._choice.patient_until = monotonic() + self._links.patience
 
         async def receive() -> None:
-            if self._stream is None:
+            if self._attempt is None:
                 await self._open(entry.landed)
-            await self._parallelise(entry.landed, cache.layout.row_bytes)
-            assert self._stream is not None
             missing, began = entry.header.tokens - entry.landed, time.perf_counter()
             ended = began
+            first_rows = partial(self._first_rows, first=entry.landed, row_bytes=cache.layout.row_bytes)
             mirror = MirrorPlace(entry.place.offset, lambda: cache.mirror(entry))
             try:
-                async with aclosing(self._stream.rows(cache.view(entry), mirror)) as runs:
+                stream = await self._sooner(first_rows)
+                async with aclosing(stream.rows(cache.view(entry), mirror)) as runs:
                     async for rows, transport in runs:
                         ended = time.perf_counter()  # what is told once all rows are here is none of their time
                         cache.advance(entry, rows, transport)
@@ -157,12 +163,13 @@ class Fetch:
             finally:
                 add(self.stages, "landing", Stage.between(began, ended))
                 tracing.record([("landing", began, ended)], rows=missing)
-            self.stages |= {f"encoder_{name}": stage for name, stage in self._stream.stages.items()}
+            assert self._attempt is not None
+            self.stages |= {f"encoder_{name}": stage for name, stage in self._attempt.stages.items()}
 
         await self._persistently(receive)
         self._links.pool.quarantine.clear(self._affinity)
-        if self._replica is not None:
-            self._replica.breaker.succeeded()
+        if self._attempt is not None:
+            self._attempt.replica.breaker.succeeded()
 
     def close(self) -> None:
         """Ends the stream that is open, if any, and the waiting for room. It waits for nothing, so that no cancellation
@@ -171,8 +178,9 @@ class Fetch:
         self._choice.close()
 
     def _hang_up(self) -> None:
-        self._stream = None
-        self._holds.close()
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.close()
         self._choice.ends()
 
     async def _persistently(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -186,42 +194,127 @@ class Fetch:
     async def _open(self, first: int = 0) -> None:
         """Opens a stream at an encoder and waits for its header."""
         links, choice = self._links, self._choice
-        asking = dataclasses.replace(self._asking, first=first, attempt=len(choice.tried), broke=self._broke)
-        self._replica = None
-        self._replica = replica = await choice.next()
-        links.counters.attempts += 1
-        if not asking.attempt and not asking.broke:
+        number = len(choice.tried)
+        replica = await choice.next()
+        if not number and not self._broke:
             links.budget.earn()
-        self._opened = replica.breaker.now()
+        self._attempt = Attempt(replica, number)
         choice.asks()
-        with tracing.span("header", encoder=replica.address, attempt=asking.attempt):
-            self._stream = self._holds.enter_context(replica.encode(await replica.prepare(self._item(), asking)))
-            header = await self._stream.header()
-        choice.let_in()
-        self._key_there = header.key
-        if self._keeps_others(header):
-            self._hang_up()
-            choice.tried.pop()
-            self._states_rows = True
-            await self._open(first)
-            return
-        if self._states_rows and self.header is not None:
-            header = dataclasses.replace(header, key=self.header.key)  # there, they have one of their own
-        self._compare(header)
+        header = await self._sooner(partial(self._fetch_header, first=first))
         self.header = header
         links.header_cache.remember(self._names(header), header, self._salt, self._affinity)
 
-    async def _parallelise(self, first: int, row_bytes: int) -> None:
-        """Has several streams bring the rows from `first` on in place of the one that is open, where that is better."""
-        assert self._replica is not None
+    async def _fetch_header(self, attempt: Attempt, first: int) -> Header:
+        """The item's header as its encoder says it, which must be as it is known already."""
+        header = await self._ask(attempt, first)
+        if self._keeps_others(header):
+            self._states_rows = True
+            header = await self._ask(attempt, first)
+        if self._states_rows and self.header is not None:
+            header = dataclasses.replace(header, key=self.header.key)  # there, they have one of their own
+        self._compare(header)
+        return header
+
+    async def _ask(self, attempt: Attempt, first: int) -> Header:
+        self._links.counters.attempts += 1
+        asking = self._asking_of(attempt, first)
+        with tracing.span("header", encoder=attempt.replica.address, attempt=attempt.number):
+            header = await attempt.open(self._item(), asking)
+        self._choice.let_in()
+        return header
+
+    def _asking_of(self, attempt: Attempt, first: int) -> Asking:
+        return dataclasses.replace(self._asking, first=first, attempt=attempt.number, broke=self._broke)
+
+    async def _first_rows(self, attempt: Attempt, first: int, row_bytes: int) -> RowStream:
+        """What brings the rows from `first` on, once there are any; of several streams, where those are better."""
+        if attempt.stream is None:
+            await self._fetch_header(attempt, first)
         assert self.header is not None
-        with ExitStack() as parts:
-            asking = dataclasses.replace(self._asking, first=first, broke=self._broke)
-            there = dataclasses.replace(self.header, key=self._key_there)
-            opened = await open_parallel(self._replica, self.item, asking, there, row_bytes, parts)
-            if opened is not None:
-                self._holds.close()
-                self._stream, self._holds = opened, parts.pop_all()
+        await attempt.parallelise(self.item, self._asking_of(attempt, first), self.header, row_bytes)
+        return await attempt.first_rows()
+
+    async def _sooner(self, work: Callable[[Attempt], Coroutine[Any, Any, T]]) -> T:
+        """What `work` makes of the attempt there is or, once that is overdue, of one at another encoder beside it. The
+        one that is done first stays, and the other is closed. Where one fails, the other goes on alone, unless it is
+        the item that is at fault.
+        """
+        assert self._attempt is not None
+        race = {asyncio.create_task(work(self._attempt), name="ask an encoder"): self._attempt}
+        look = min(_LOOK_SECONDS, self._links.pool.settings.hedge / 4) or None
+        try:
+            while not self._is_over(race):
+                began = monotonic()
+                done, _ = await asyncio.wait(race, timeout=look, return_when=asyncio.FIRST_COMPLETED)
+                late = look is not None and monotonic() - began > 2 * look  # what came meanwhile is to be read first
+                if not (done or late or len(race) > 1) and (other := self._hedge(self._attempt)) is not None:
+                    race[asyncio.create_task(work(other), name="ask another encoder")] = other
+            return next(task for task, attempt in race.items() if attempt is self._attempt).result()
+        finally:
+            await _end(race, self._attempt)
+
+    def _is_over(self, race: dict[asyncio.Task[T], Attempt]) -> bool:
+        """Whether one of these attempts has come to its end, which is that of all; it is the fetch's from now on."""
+        for task in [task for task in race if task.done()]:
+            attempt, error = race[task], task.exception()
+            if len(race) > 1 and error is not None and self._goes_on(attempt, error, race.values()):
+                del race[task]
+                continue
+            self._attempt = attempt
+            return True
+        return False
+
+    def _goes_on(self, attempt: Attempt, error: BaseException, both: Iterable[Attempt]) -> bool:
+        """Whether an error that ended one of two attempts leaves it to the other, which then is the only one."""
+        own = attempt is self._attempt
+        if isinstance(error, _RETRIED):
+            with suppress(Exhausted):
+                self._charge(attempt, error, heard=attempt.heard)
+                if isinstance(error, Exhausted) and not own:  # then it was no try
+                    self._take_back(attempt)
+        elif own or not isinstance(error, TwinlensError):
+            return False
+        (self._attempt,) = (each for each in both if each is not attempt)
+        attempt.close()
+        return True
+
+    def _take_back(self, hedge: Attempt) -> None:
+        self._hedged = False
+        self._choice.tried.remove(hedge.replica.address)
+        self._links.budget.give_back()
+        self._links.counters.retries -= 1
+
+    def _hedge(self, own: Attempt) -> Attempt | None:
+        """Another attempt, beside one that is overdue, at an encoder that would have done long ago."""
+        waited, pace = own.waited, own.replica.pace
+        if waited < self._links.pool.settings.hedge and not (waited and pace.is_slow_since(own.opened)):
+            return None
+        if (replica := self._elsewhere(own, waited)) is None:
+            return None
+        number = len(self._choice.tried)
+        self._choice.tried.append(replica.address)
+        return Attempt(replica, number)
+
+    def _elsewhere(self, own: Attempt, waited: float) -> Replica | None:
+        """An encoder at which an item would wait far less than it has at its own, which turns slow by that. It is asked
+        for at another one once, a retry is spent on that, and none is sought for what may be deadly, or lies at its
+        own alone."""
+        links = self._links
+        if self._hedged or isinstance(self.item.source, Key) or links.pool.is_suspect(self._affinity):
+            return None
+        patches = 0 if self.header is None else self.header.grid.patches
+        replica = self._choice.another(lambda replica: _FAR_LONGER * replica.expected(patches) <= waited)
+        if replica is None or not links.budget.spend():
+            return None
+        self._hedged = True
+        links.counters.retries += 1
+        if own.replica.pace.overdue():
+            _log.warning(
+                "an encoder is slow: it is passed over while others have room",
+                address=own.replica.address,
+                waited_seconds=round(waited, 1),
+            )
+        return replica
 
     def _names(self, header: Header) -> set[bytes]:
         """What the header is to be known by: its key, and what the item is recalled by, if that says the same. Of an
@@ -275,20 +368,21 @@ class Fetch:
         rows are the same wherever they are computed. An encoder that is full is passed over, or waited for where all
         are. What is the item's own fault is not tried again.
         """
-        replica, heard = self._replica, self._stream is not None and self._stream.heard
-        self._hang_up()
-        if replica is None:  # none could be picked, and that was waited for
+        attempt = self._attempt
+        if attempt is None:  # none could be picked, and that was waited for
+            self._hang_up()
             raise self._missing if self._missing is not None and isinstance(error, Unavailable) else error
-        if error.reason in (
-            MEDIA_HOST,
-            MEDIA_CHANGED,
-            ENCODER_SLOW,
-        ):  # it may be the item's doing, and no other can do better
-            if error.reason == ENCODER_SLOW:
-                replica.breaker.failed(self._opened)
+        replica, heard = attempt.replica, attempt.heard
+        self._hang_up()
+        self._charge(attempt, error, heard=heard)
+        if error.reason in (MEDIA_HOST, MEDIA_CHANGED):  # it is the item's doing, and no other can do better
             raise error
+        if error.reason == ENCODER_SLOW:  # which may be the item's doing as well
+            if self._elsewhere(attempt, self._links.pool.settings.timeout) is None:
+                raise error
+            self._broke = True
+            return
         if isinstance(error, NotFound):
-            self._choice.lacks(replica)
             if not isinstance(self.item.source, Key) or not any(
                 may.usable or may.unsure for may in self._choice.may_have()
             ):
@@ -296,7 +390,6 @@ class Fetch:
             self._missing = error
             return
         if isinstance(error, Exhausted):
-            self._choice.refused(replica, error)
             return
         self._broke = True
         if error.reason in (LEASE_EXPIRED, CALLER_STALLED):
@@ -308,9 +401,6 @@ class Fetch:
             self._choice.tried.remove(replica.address)
             self._links.counters.retries += 1
             return
-        replica.breaker.failed(self._opened)
-        if isinstance(error, Unavailable):
-            replica.health.suspect(self._affinity if heard and error.reason == UNREACHABLE else None)
         _log.info("stream broke", address=replica.address, request_id=self._asking.request_id, reason=error.reason)
         self._failures += 1
         if self._failures >= _ATTEMPTS:
@@ -318,3 +408,27 @@ class Fetch:
         if not self._links.budget.spend() and not (error.reason == UNREACHABLE and await replica.health.is_gone()):
             raise error
         self._links.counters.retries += 1
+
+    def _charge(self, attempt: Attempt, error: TwinlensError, *, heard: bool) -> None:
+        """Has the end of an attempt count for its encoder, which had `heard` of it. Raises Exhausted where the item
+        never fits."""
+        replica = attempt.replica
+        if isinstance(error, NotFound):
+            self._choice.lacks(replica)
+        elif isinstance(error, Exhausted):
+            self._choice.refused(replica, error)
+        elif error.reason not in (MEDIA_HOST, MEDIA_CHANGED, LEASE_EXPIRED, CALLER_STALLED):
+            replica.breaker.failed(attempt.opened)
+            if isinstance(error, Unavailable) and error.reason != ENCODER_SLOW:
+                replica.health.suspect(self._affinity if heard and error.reason == UNREACHABLE else None)
+
+
+async def _end(race: dict[asyncio.Task[T], Attempt], but: Attempt | None) -> None:
+    """Ends all attempts `but` one. Nothing is left there: an error that is raised would keep itself by it."""
+    for task in race:
+        task.cancel()
+    await asyncio.gather(*race, return_exceptions=True)
+    for attempt in race.values():
+        if attempt is not but:
+            attempt.close()
+    race.clear()

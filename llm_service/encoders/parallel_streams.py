@@ -34,6 +34,19 @@ class ParallelStreams:
         return any(stream.heard for stream in self._streams)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether any of the first rows have come."""
+        return self._streams[0].has_rows
+
+    def waited(self, *, with_room: bool = False) -> float:
+        """As of `EncodeStream`, of the first rows."""
+        return self._streams[0].waited(with_room=with_room)
+
+    async def arrived(self) -> None:
+        """Returns when the first rows are here; what comes behind them waits to be read."""
+        await self._streams[0].arrived()
+
+    @property
     def stages(self) -> dict[str, Stage]:
         """After the last row, the encoder's own stages, of the slowest stream for each."""
         found: dict[str, Stage] = {}

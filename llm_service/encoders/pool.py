@@ -1,7 +1,7 @@
 """The encoders that can be asked: found by address, name or list, which are read again while running.
 
 An item goes to the encoder that rendezvous hashing picks for its content, so that repeats meet their cache and a change
-in the list moves few items; an encoder that is crowded is passed over.
+in the list moves few items; an encoder that is crowded or slow is passed over.
 """
 
 from __future__ import annotations
@@ -136,13 +136,25 @@ class EncoderPool:
             if not usable:
                 raise Unavailable("no encoder is available", reason="NO_ENCODER") from None
         fresh = [replica for replica in usable if replica.address not in tried]
-        return _choose(affinity, fresh or usable)
+        chosen = _choose(affinity, fresh or usable)
+        chosen.pace.tried()
+        return chosen
+
+    def another(self, affinity: bytes, avoided: Collection[str], able: Callable[[Replica], bool]) -> Replica | None:
+        """An encoder for an item that is overdue at its own, at none of the `avoided` addresses, that is `able` to do
+        better; None where there is none, or where items wait for room."""
+        if len(self.wait_queue):
+            return None
+        others = [replica for replica in self.replicas if replica.usable and replica.address not in avoided]
+        better = [replica for replica in others if not (replica.full or replica.pace.slow) and able(replica)]
+        return _choose(affinity, better) if better else None
 
 
 def _choose(affinity: bytes, replicas: Sequence[Replica]) -> Replica:
-    """By rank, but past those that are full or crowded while others are not."""
+    """By rank, but past those that are full, slow or crowded while others are not."""
     in_order = ranked(affinity, replicas, lambda replica: replica.address)
     roomy = [replica for replica in in_order if not replica.full] or in_order
+    roomy = [replica for replica in roomy if not replica.passed_over] or roomy
     calls, patches = min(replica.in_flight for replica in roomy), min(replica.load for replica in roomy)
     for replica in roomy:
         crowded = replica.in_flight >= _CROWDED_CALLS and replica.in_flight > calls

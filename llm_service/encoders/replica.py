@@ -19,6 +19,7 @@ from llm_service.encoders.absence import trouble
 from llm_service.encoders.breaker import Breaker, Quarantine
 from llm_service.encoders.connections import Connections
 from llm_service.encoders.health import CHECK_SECONDS, EncoderHealth, Verdict
+from llm_service.encoders.pace import Pace
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
 from llm_service.encoders.transports.link import transports_from
@@ -40,7 +41,8 @@ class LinkSettings:
 
     `digest` is what theirs must be, `merge` the patches on a side of one row, `layout_from_encoder` that
     their headers say what stands in a prompt; `timeout` bounds a stream and `silence`
-    the time between its events, in seconds; `connections` is how many there are to each; `local_dir` is the folder of
+    the time between its events, in seconds, and `hedge` is how long an item waits for its first row before another
+    encoder is asked as well, 0 for ever; `connections` is how many there are to each; `local_dir` is the folder of
     local sockets that are files. `mirrors` are those that ranks keep of the row arena, `nixl` what reads that of
     encoders by NIXL.
 
@@ -56,6 +58,7 @@ class LinkSettings:
     security: ChannelSecurity = field(default_factory=ChannelSecurity)
     timeout: float = 120.0
     silence: float = 2.5
+    hedge: float = 10.0
     connections: int = 1
     shared_memory: bool = True
     local_dir: str = ""
@@ -109,6 +112,7 @@ class Replica:
         self.name = name
         self.health = EncoderHealth(address, quarantine, settings.check_seconds)
         self.breaker = Breaker()
+        self.pace = Pace(settings.hedge or settings.timeout)
         self.trouble = ""
         self.starting = False
         self._settings = settings
@@ -154,6 +158,17 @@ class Replica:
     def full(self) -> bool:
         """It said lately that it has as much as it can hold, and as many streams as have ended since were opened."""
         return time.monotonic() < self.full_until and self._openings <= 0
+
+    @property
+    def passed_over(self) -> bool:
+        """Items have waited far too long there, and it is not to be tried again now."""
+        return self.pace.slow and not (self.pace.may_be_tried and not self._streams)
+
+    def expected(self, patches: int) -> float:
+        """Seconds for which an item of so many patches, sent there now, would wait for its first row: as those of late
+        did, or as long as one waits already, or as the encoder reckons itself."""
+        waiting = max((stream.waited() for stream in self._streams if not stream.has_rows), default=0.0)
+        return max(self.pace.expected(patches), waiting, self.told.estimated_milliseconds / 1000)
 
     @property
     def in_flight(self) -> int:

@@ -40,6 +40,8 @@ UNREACHABLE = "ENCODER_UNAVAILABLE"
 """The reason of an error that is the link's: the encoder may have died."""
 
 _ITEM = "items[0]"
+_ELSEWHERE, _ROOM = ("fetch", "shared"), "room"
+"""Stages in which an encoder waits for others: a media host, another encoder; readers of what it has computed."""
 
 
 def read_event(message: bytes) -> Event:
@@ -54,8 +56,8 @@ class EncodeStream:
     is called for each event. While the request is still on its way there, what counts is what the encoder says
     elsewhere, `heard_at` last (monotonic seconds).
 
-    `heard` tells whether the encoder has begun on the item, `announced` what it has said that it will compute. After
-    the last row, `stages` holds the encoder's own, on our clock.
+    `heard` tells whether the encoder has begun on the item, `announced` what it has said that it will compute,
+    `has_rows` whether any have come. After the last row, `stages` holds the encoder's own, on our clock.
     """
 
     def __init__(
@@ -86,6 +88,10 @@ class EncodeStream:
         self._heard_at = heard_at
         self.heard = False
         self.announced: Header | None = None
+        self.has_rows = False
+        self._next: ArrivedRows | None = None
+        self._began: float | None = None
+        self._began_with_room: float | None = None
         self.stages: dict[str, Stage] = {}
         self._called = time.perf_counter()
 
@@ -105,6 +111,36 @@ class EncodeStream:
                         return header
                     told = header
         raise Unavailable("the encoder ended the stream before the header")
+
+    def waited(self, *, with_room: bool = False) -> float:
+        """Seconds for which the encoder has had to do with the item, before its first row: since it has the request, or
+        has last waited for others. `with_room` counts its waiting for room of its own as well."""
+        began = self._began_with_room if with_room else self._began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def _waits_for_others(self, stage: str) -> None:
+        if stage in (*_ELSEWHERE, _ROOM):
+            self._began = time.monotonic()
+        if stage in _ELSEWHERE:
+            self._began_with_room = self._began
+
+    async def arrived(self) -> None:
+        """Returns when the next rows are here, with which `rows` then begins, or none are to come. Raises as `rows`.
+        Cancelled, it ends the stream."""
+        async with aclosing(self._runs()) as runs:
+            async for run in runs:
+                self._next = run
+                return
+
+    async def _runs(self) -> AsyncGenerator[ArrivedRows, None]:
+        if self._next is not None:
+            run, self._next = self._next, None
+            yield run
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                if (found := _run(event)) is not None:
+                    self.has_rows = True
+                    yield found
 
     def _check(self, header: Header, layout: RowLayout) -> None:
         if layout != self._layout:
@@ -127,10 +163,8 @@ class EncodeStream:
         """
         size = self._layout.row_bytes
         expected, end = self._first, self._end or len(target) // size
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                if (run := _run(event)) is None:
-                    continue
+        async with aclosing(self._runs()) as runs:
+            async for run in runs:
                 if run.first != expected or run.count < 1 or run.first + run.count > end:
                     raise DataLoss("rows came out of order, or more of them than the header said")
                 place = target[run.first * size : (run.first + run.count) * size]
@@ -156,6 +190,7 @@ class EncodeStream:
         """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
         if not self.heard:
             await self._request_there()
+            self._began = self._began_with_room = time.monotonic()
         while True:
             try:
                 async with tasks.StallTolerantTimeout(self._silence):
@@ -171,6 +206,8 @@ class EncodeStream:
             if not isinstance(event, encoder_pb2.EncodeResponse):
                 return
             self.heard = True
+            if event.WhichOneof("event") == "progress":
+                self._waits_for_others(event.progress.stage)
             if event.WhichOneof("event") == "done":
                 self.stages = read_stages(event.done.timings, self._called)
                 return

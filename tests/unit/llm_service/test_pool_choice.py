@@ -1,4 +1,4 @@
-"""Who is asked for an item: its own encoder, as rendezvous hashing promises, unless that one is crowded or full."""
+"""Who is asked for an item: its own encoder, by rendezvous hashing, unless that one is crowded, full or slow."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class FakeReplica:
     in_flight: int = 0
     load: int = 0
     full: bool = False
+    passed_over: bool = False
 
 
 def replicas(count: int) -> list[Any]:
@@ -64,4 +65,18 @@ def test_a_full_encoder_is_asked_only_where_all_are() -> None:
     assert _choose(item, both) is not first
     for replica in both:
         replica.full = True
+    assert _choose(item, both) is first
+
+
+def test_a_slow_encoder_is_asked_only_where_all_others_are_full_or_slow() -> None:
+    item, both = ITEMS[0], replicas(2)
+    first = _choose(item, both)
+    (other,) = (replica for replica in both if replica is not first)
+    first.passed_over = True
+    assert _choose(item, both) is other
+    other.in_flight = 20
+    assert _choose(item, both) is other, "however much it has to do"
+    other.full = True
+    assert _choose(item, both) is first
+    other.full, other.passed_over, other.in_flight = False, True, 0
     assert _choose(item, both) is first

@@ -1,0 +1,91 @@
+"""One item at one encoder: the stream that is open for it, or several that bring a stretch of its rows each."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from typing import TypeAlias
+
+from common import log
+from common.media.item import Header
+from common.stages import Stage
+from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
+from llm_service.encoders.replica import Asking, Replica
+from llm_service.encoders.stream import EncodeStream
+from llm_service.request import MediaItem
+
+_log = log.get("fetch")
+
+RowStream: TypeAlias = EncodeStream | ParallelStreams
+"""What brings an item's rows."""
+
+
+class Attempt:
+    """An item that is asked for at `replica`, as the try of this `number`. Whoever makes it closes it.
+
+    `opened` is when it was sent there, by the breaker's clock. `header` is what the encoder said of the item last.
+    """
+
+    def __init__(self, replica: Replica, number: int) -> None:
+        self.replica = replica
+        self.number = number
+        self.opened = replica.breaker.now()
+        self.stream: RowStream | None = None
+        self.header: Header | None = None
+        self._holds = ExitStack()
+
+    @property
+    def heard(self) -> bool:
+        """The encoder has begun on the item."""
+        return self.stream is not None and self.stream.heard
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the encoder has had the item and given no row of it, but for time in which it waits for
+        others; 0 where rows have come. Who is slow with items that it has is to blame for those that wait for room."""
+        if self.stream is None or self.stream.has_rows:
+            return 0.0
+        return self.stream.waited(with_room=self.replica.pace.slow)
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """After the last row, the encoder's own."""
+        return {} if self.stream is None else self.stream.stages
+
+    async def open(self, item: MediaItem, asking: Asking) -> Header:
+        """Sends the item and returns its header; a stream that is open is closed before. Raises as
+        `EncodeStream.header`."""
+        self.close()
+        prepared = await self.replica.prepare(item, asking)
+        self.stream = stream = self._holds.enter_context(self.replica.encode(prepared))
+        del prepared  # its item may be large, and the wait long
+        self.header = header = await stream.header()
+        return header
+
+    async def parallelise(self, item: MediaItem, asking: Asking, header: Header, row_bytes: int) -> None:
+        """Has several streams bring the rows that are asked for in place of the one that is open, where that is
+        better."""
+        assert self.header is not None
+        there = dataclasses.replace(header, key=self.header.key)
+        with ExitStack() as parts:
+            opened = await open_parallel(self.replica, item, asking, there, row_bytes, parts)
+            if opened is not None:
+                self._holds.close()
+                self.stream, self._holds = opened, parts.pop_all()
+
+    async def first_rows(self) -> RowStream:
+        """Returns what brings the rows when the first are here, or there are none. Where they had to be computed, that
+        shows the encoder's pace."""
+        stream, header = self.stream, self.header
+        assert stream is not None
+        assert header is not None
+        await stream.arrived()
+        computed = stream.has_rows and not header.cached
+        if computed and self.replica.pace.computed(stream.waited(), header.grid.patches):
+            _log.info("an encoder is slow no longer", address=self.replica.address)
+        return stream
+
+    def close(self) -> None:
+        """Ends what is open. It waits for nothing, so that no cancellation can come between."""
+        self.stream = None
+        self._holds.close()
