@@ -11,12 +11,11 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +25,8 @@ from tools.rolling_trial.answers import METRICS, SCRAPE, Answers, TrialError, se
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "twinlens-trial"
+ENGINES = {"docker": "docker compose", "podman": "podman-compose"}
+"""Their compose commands; the first that works is taken."""
 SCALES = {"encoder": "ENCODERS", "llm": "LLM_SERVICES", "gateway": "GATEWAYS"}
 STOP_SECONDS = 40
 
@@ -39,9 +40,9 @@ class Deployment:
     image: str
     scale: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SCALES, 2))
 
-    def run(self, *command: str, check: bool = True) -> str:
+    def run(self, *command: str, check: bool = True, given: str | None = None) -> str:
         """What a command of the engine says."""
-        done = subprocess.run([self.engine, *command], capture_output=True, text=True, check=False)
+        done = subprocess.run([self.engine, *command], input=given, capture_output=True, text=True, check=False)
         if check and done.returncode:
             raise TrialError(f"{self.engine} {shlex.join(command)}: {done.stderr.strip()}")
         return done.stdout.strip()
@@ -179,26 +180,33 @@ def trial(deployment: Deployment, upgrade: str) -> int:
     return answers.failures
 
 
-def main() -> int:
+def works(*command: str) -> bool:
+    """Whether a program is here and the command succeeds: of docker the client may be here alone."""
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Finds an engine and its compose, runs the trial, and takes everything down."""
     parser = argparse.ArgumentParser(prog="python -m tools.rolling_trial", description=__doc__)
-    engines = [name for name in ("docker", "podman") if shutil.which(name)]
-    parser.add_argument("--engine", default=engines[0] if engines else "", help="docker or podman")
-    parser.add_argument("--compose", default="", help="'docker compose', or podman-compose")
+    parser.add_argument("--engine", default="", choices=ENGINES, help="by default the first that works")
+    parser.add_argument("--compose", default="", help="by default 'docker compose' or podman-compose")
     parser.add_argument("--image", default="twinlens")
-    given = parser.parse_args()
-    compose = shlex.split(given.compose) or (["docker", "compose"] if given.engine == "docker" else ["podman-compose"])
-    if not given.engine or not shutil.which(compose[0]):
-        print("rolling-trial: there is neither docker compose nor podman with podman-compose here; nothing was tried")
+    given = parser.parse_args(argv)
+    for engine in [given.engine] if given.engine else ENGINES:
+        compose = shlex.split(given.compose or ENGINES[engine])
+        if works(engine, "info") and works(*compose, "version"):
+            break
+    else:
+        print("rolling-trial: neither docker nor podman works here with its compose; nothing was tried")
         return 0
-    deployment = Deployment(given.engine, compose, given.image)
+    deployment = Deployment(engine, compose, given.image)
     upgrade = f"{PROJECT}:next"
     failures = 0
     try:
-        made = f"FROM {given.image}\nLABEL twinlens.trial=next\n"
-        subprocess.run(
-            [given.engine, "build", "--tag", upgrade, "-"], input=made, text=True, check=True, capture_output=True
-        )
+        deployment.run("build", "--tag", upgrade, "-", given=f"FROM {given.image}\nLABEL twinlens.trial=next\n")
         failures = trial(deployment, upgrade)
     except TrialError as error:
         print(f"rolling-trial: {error}", file=sys.stderr)
