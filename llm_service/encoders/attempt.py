@@ -6,15 +6,12 @@ import dataclasses
 from contextlib import ExitStack
 from typing import TypeAlias
 
-from common import log
 from common.media.item import Header
 from common.stages import Stage
 from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
 from llm_service.encoders.replica import Asking, Replica
 from llm_service.encoders.stream import EncodeStream
 from llm_service.request import MediaItem
-
-_log = log.get("fetch")
 
 RowStream: TypeAlias = EncodeStream | ParallelStreams
 """What brings an item's rows."""
@@ -74,16 +71,10 @@ class Attempt:
                 self.stream, self._holds = opened, parts.pop_all()
 
     async def first_rows(self) -> RowStream:
-        """Returns what brings the rows when the first are here, or there are none. Where they had to be computed, that
-        shows the encoder's pace."""
-        stream, header = self.stream, self.header
-        assert stream is not None
-        assert header is not None
-        await stream.arrived()
-        computed = stream.has_rows and not header.cached
-        if computed and self.replica.pace.computed(stream.waited(), header.grid.patches):
-            _log.info("an encoder is slow no longer", address=self.replica.address)
-        return stream
+        """Returns what brings the rows when the first are here, or there are none."""
+        assert self.stream is not None
+        await self.stream.arrived()
+        return self.stream
 
     def close(self) -> None:
         """Ends what is open. It waits for nothing, so that no cancellation can come between."""

@@ -33,6 +33,7 @@ from llm_service.encoders.choice import EncoderChoice
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.header_cache import HeaderCache, KnownHeader
 from llm_service.encoders.identity import Identity, given_by
+from llm_service.encoders.pace import FAR_LONGER
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import Asking, Replica
 from llm_service.encoders.stream import UNREACHABLE
@@ -46,8 +47,6 @@ _ATTEMPTS = 3
 _RETRIED = (Unavailable, DataLoss, Exhausted, NotFound)
 _LOOK_SECONDS = 0.5
 """From one look whether an item is overdue to the next, at most."""
-_FAR_LONGER = 4.0
-"""An item is overdue that has waited so many times as long as it would elsewhere."""
 
 
 @dataclass(slots=True)
@@ -232,7 +231,10 @@ class Fetch:
             await self._fetch_header(attempt, first)
         assert self.header is not None
         await attempt.parallelise(self.item, self._asking_of(attempt, first), self.header, row_bytes)
-        return await attempt.first_rows()
+        stream = await attempt.first_rows()
+        if stream.has_rows and attempt.header is not None and not attempt.header.cached:
+            self._links.pool.learn(attempt.replica, stream.waited(), self.header.grid.patches)
+        return stream
 
     async def _sooner(self, work: Callable[[Attempt], Coroutine[Any, Any, T]]) -> T:
         """What `work` makes of the attempt there is or, once that is overdue, of one at another encoder beside it. The
@@ -303,7 +305,7 @@ class Fetch:
         if self._hedged or isinstance(self.item.source, Key) or links.pool.is_suspect(self._affinity):
             return None
         patches = 0 if self.header is None else self.header.grid.patches
-        replica = self._choice.another(lambda replica: _FAR_LONGER * replica.expected(patches) <= waited)
+        replica = self._choice.another(lambda replica: FAR_LONGER * replica.expected(patches) <= waited)
         if replica is None or not links.budget.spend():
             return None
         self._hedged = True

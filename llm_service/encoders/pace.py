@@ -7,6 +7,10 @@ from time import monotonic
 
 _NEWS = 0.2
 """What the last item counts for beside all before it."""
+FAR_LONGER = 4.0
+"""An item that has waited so many times as long as it would elsewhere is overdue."""
+_IN_TIME = 1 / 8
+"""Of the patience: with eight items before it, as an encoder has before it is crowded, one comes within all of it."""
 _LONGEST_PAUSE = 8.0
 """From one try to the next, in times of the first one."""
 
@@ -14,8 +18,9 @@ _LONGEST_PAUSE = 8.0
 class Pace:
     """Of one encoder, by items that it has computed for us: from when it had the request to the first row.
 
-    It is `slow` from when an item there was overdue until one has come within `patience` seconds. Till then it is
-    passed over, but for a try after as many seconds, another one after twice as many, and so on. `clock` gives seconds.
+    It is `slow` from when an item there was overdue, after `patience` seconds, until one has come in time. Till then it
+    is passed over, but for a try after as many seconds, another one after twice as many, and so on. `clock` gives
+    seconds.
     """
 
     def __init__(self, patience: float, clock: Callable[[], float] = monotonic) -> None:
@@ -51,13 +56,14 @@ class Pace:
         """Seconds that an item of so many patches takes, by those of late; 0 where there were none."""
         return self._seconds * max(1.0, patches / self._patches) if self._patches else 0.0
 
-    def computed(self, seconds: float, patches: int) -> bool:
-        """The first row of an item of so many patches came after so many seconds; returns whether it is slow no
-        longer."""
+    def computed(self, seconds: float, patches: int, elsewhere: float) -> bool:
+        """The first row of an item of so many patches came after so many seconds, where it might have taken others
+        `elsewhere` seconds; returns whether it is slow no longer."""
         share = _NEWS if self._patches else 1.0
         self._seconds += (seconds - self._seconds) * share
         self._patches += (patches - self._patches) * share
-        if not self.slow or seconds > self._patience:
+        in_time = min(self._patience, max(_IN_TIME * self._patience, FAR_LONGER * elsewhere))
+        if not self.slow or seconds > in_time:
             return False
         self._slow_since, self._pause = None, self._patience
         return True

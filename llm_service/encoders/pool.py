@@ -140,6 +140,13 @@ class EncoderPool:
         chosen.pace.tried()
         return chosen
 
+    def learn(self, replica: Replica, seconds: float, patches: int) -> None:
+        """The first row of an item of so many patches, which had to be computed, came after so many seconds."""
+        others = [each for each in self.replicas if each is not replica and each.usable and not each.pace.slow]
+        elsewhere = min((each.expected(patches) for each in others), default=float("inf"))
+        if replica.pace.computed(seconds, patches, elsewhere):
+            _log.info("an encoder is slow no longer", address=replica.address)
+
     def another(self, affinity: bytes, avoided: Collection[str], able: Callable[[Replica], bool]) -> Replica | None:
         """An encoder for an item that is overdue at its own, at none of the `avoided` addresses, that is `able` to do
         better; None where there is none, or where items wait for room."""

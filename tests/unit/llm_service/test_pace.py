@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from llm_service.encoders.pace import Pace
@@ -11,24 +13,27 @@ from tests.unit.llm_service.test_breaker import Clock
 def test_what_an_item_takes_is_expected_by_those_of_late_and_more_of_a_larger_one() -> None:
     pace = Pace(10.0)
     assert pace.expected(1000) == 0.0
-    pace.computed(2.0, 100)
+    pace.computed(2.0, 100, 0.0)
     assert [pace.expected(patches) for patches in (0, 50, 100, 300)] == [2.0, 2.0, 2.0, 6.0]
     for _ in range(50):
-        pace.computed(1.0, 200)
+        pace.computed(1.0, 200, 0.0)
     assert pace.expected(400) == pytest.approx(2.0, rel=0.01)
 
 
-def test_an_encoder_is_slow_until_an_item_comes_in_time() -> None:
+@pytest.mark.parametrize(("elsewhere", "in_time"), [(0.0, 1.25), (0.3, 1.25), (1.0, 4.0), (5.0, 10.0), (inf, 10.0)])
+def test_an_encoder_is_slow_until_an_item_takes_hardly_longer_there_than_elsewhere(
+    elsewhere: float, in_time: float
+) -> None:
     clock = Clock()
     pace = Pace(10.0, clock)
-    assert not pace.computed(0.1, 100)
+    assert not pace.computed(0.1, 100, elsewhere), "it was never slow"
     assert pace.overdue()
     assert not pace.overdue(), "that is no news"
     assert pace.is_slow_since(clock.now - 1)
     assert not pace.is_slow_since(clock.now + 1)
-    assert not pace.computed(10.1, 100)
+    assert not pace.computed(in_time + 0.1, 100, elsewhere)
     assert pace.slow
-    assert pace.computed(9.9, 100)
+    assert pace.computed(in_time - 0.1, 100, elsewhere)
     assert not pace.slow
 
 
@@ -45,7 +50,7 @@ def test_a_slow_encoder_is_tried_now_and_then_ever_more_rarely() -> None:
         pace.tried()
         assert not pace.may_be_tried
         pace.overdue()
-    pace.computed(1.0, 100)
+    pace.computed(1.0, 100, 0.0)
     assert not pace.may_be_tried, "it is no longer slow"
     pace.overdue()
     clock.now += 10.0

@@ -129,12 +129,15 @@ async def test_a_slow_encoder_is_passed_over_until_a_try_succeeds() -> None:
         assert begun.error is None
         b.cache.release(begun)
         replica = replica_of(b, slow)
-        await eventually(lambda: not replica.passed_over)
+        while replica.pace.slow:
+            await eventually(lambda: not replica.passed_over)
+            b.cache.flush()
+            assert await b.whole(names[0]) == content(names[0])
         b.cache.flush()
+        asked = len(other.calls)
         for name in names:
             assert await b.whole(name) == content(name)
-        assert not replica.pace.slow
-        assert (len(slow.calls), len(other.calls)) == (10, 7)
+        assert len(other.calls) == asked, "it has its own pictures again"
 
 
 async def test_with_one_encoder_it_is_waited_for() -> None:
