@@ -8,7 +8,7 @@ from typing import Final
 from pydantic_core import to_json
 
 from common.errors import TwinlensError
-from gateway.errors import LONGEST, TOO_LONG, body_of, status_of
+from gateway.errors import LONGEST, NOT_SERVED, TOO_LONG, body_of, status_of
 
 _MESSAGES = "/v1/messages"
 _TYPES = {
@@ -21,6 +21,8 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Of a request for a thread: Anthropic's clients ask for one by themselves, and on this word go on without it."""
 
 
 class OpenAI:
@@ -56,10 +58,11 @@ class Anthropic(OpenAI):
         """`{"type": "error", "error": {"type", "message", "details": {"error_code"}}, "request_id"}`."""
         status = status_of(error)
         field = "" if error.reason == TOO_LONG else error.field[:LONGEST]
+        threads = (error.reason, error.field) == (NOT_SERVED, "thread")
         told = {
             "type": _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error"),
             "message": f"{field}: {error.message}" if field else error.message,
-            "details": {"error_code": error.reason},
+            "details": _NO_THREAD if threads else {"error_code": error.reason},
         }
         return to_json({"type": "error", "error": told, "request_id": request_id})
 

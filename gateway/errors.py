@@ -19,6 +19,8 @@ LONGEST = 128
 
 TOO_LONG = "PROMPT_TOO_LONG"
 """The reason of what a context does not hold; OpenAI's clients know it by a code of its own."""
+NOT_SERVED = "FIELD_NOT_SERVED"
+"""The reason of a field, or kind, that is not served."""
 _CODES = {TOO_LONG: "context_length_exceeded"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -121,13 +123,11 @@ def from_validation(error: ValidationError) -> InvalidInput:
         case "json_invalid":
             return InvalidInput(first["msg"], reason="BAD_JSON")
         case "extra_forbidden":
-            return InvalidInput("this field is not served", reason="FIELD_NOT_SERVED", field=field)
+            return InvalidInput("this field is not served", reason=NOT_SERVED, field=field)
         case "union_tag_invalid":
             *others, last = re.findall(r"\$(\w+)", first["ctx"]["expected_tags"])
             only = f"{', '.join(others)} and {last}" if others else last
-            return InvalidInput(
-                f"this kind is not served, only {only}", reason="FIELD_NOT_SERVED", field=f"{field}.type"
-            )
+            return InvalidInput(f"this kind is not served, only {only}", reason=NOT_SERVED, field=f"{field}.type")
         case "union_tag_not_found":
             return InvalidInput("its type is missing", reason="BAD_FIELD", field=f"{field}.type")
         case "list_type" if str(first["loc"][-1]).startswith("$"):

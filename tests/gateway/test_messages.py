@@ -413,9 +413,15 @@ REFUSED: dict[str, Any] = {
     "workspace_id": "w",
     "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
     "mcp_servers": [{"type": "url"}],
+    "billing_policy": {"type": "standard"},
+    "compaction": {"type": "enabled"},
+    "fallback_credit_token": "t",
+    "fallbacks": [{"model": "m"}],
     "seed": 5,
 }
-TRIED_ELSEWHERE = {"messages", "max_tokens"}
+TRIED_ELSEWHERE = {"messages", "max_tokens", "thread"}
+HEADERS = {"betas"}
+"""Arguments of their client's that are no fields."""
 
 
 @pytest.mark.parametrize("field", SERVED)
@@ -441,13 +447,46 @@ def test_a_field_that_is_refused_is_refused_by_name(script: Scripted, field: str
 
 
 def test_every_field_of_anthropics_is_served_accepted_or_refused() -> None:
-    from anthropic.types import message_count_tokens_params, message_create_params
+    from anthropic.types import beta, message_count_tokens_params, message_create_params
 
     theirs = {*message_create_params.MessageCreateParamsBase.__annotations__, "stream"}
+    theirs |= {*beta.message_create_params.MessageCreateParamsBase.__annotations__} - HEADERS
     tried = {*SERVED, *ACCEPTED, *REFUSED, *TRIED_ELSEWHERE}
     assert tried >= theirs | set(MessagesRequest.model_fields)
     counted = set(message_count_tokens_params.MessageCountTokensParams.__annotations__)
     assert counted - set(CountRequest.model_fields) == {"speed", "workspace_id"}
+    counted = set(beta.message_count_tokens_params.MessageCountTokensParams.__annotations__) - HEADERS
+    assert counted - set(CountRequest.model_fields) <= set(REFUSED)
+
+
+def test_a_thread_is_refused_by_the_word_for_it(script: Scripted) -> None:
+    reply = script.post(PATH, {**ASK, "thread": {"type": "create"}})
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert (reply.status, json.loads(reply.body)["error"]["details"]) == (400, details)
+    assert asked(script, thread=None) == asked(script)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_their_client_runs_tools_by_itself(script: Scripted, client: anthropic.Anthropic, stream: bool) -> None:
+    import anthropic
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather.
+
+        Args:
+            city: Whose.
+        """
+        says(script, "It is sunny.")
+        return f"Sun in {city}."
+
+    says(script, '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>')
+    runner: Any = client.beta.messages.tool_runner(**ASK, tools=[weather], stream=stream)
+    final = [turn.get_final_message() if stream else turn for turn in runner][-1]
+    assert (final.content[0].text, final.stop_reason) == ("It is sunny.", "end_turn")
+    _, second = script.llm.requests
+    assert [each.role for each in second.chat.messages] == ["user", "assistant", "tool"]
+    assert second.chat.messages[2].parts[0].text == "Sun in Rome."
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
