@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests import reference as _reference  # isort: skip  # noqa: F401 - before transformers
 from transformers.models.nemotron_h import modeling_nemotron_h as theirs  # isort: skip
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated  # isort: skip  # Nemotron-H copies it
 
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.mamba2.backend import Mamba2Backend, Mamba2Input, Mamba2Shape, Mamba2Weights
@@ -157,7 +158,7 @@ def _heads(shape: Mamba2Shape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _normed(case: Case, out: Tensor, z: Tensor) -> Tensor:
-    norm = theirs.NemotronHRMSNormGated(case.shape.values, case.shape.values // case.shape.groups, _EPS)
+    norm = Zamba2RMSNormGated(case.shape.values, case.shape.values // case.shape.groups, _EPS)
     norm.weight = torch.nn.Parameter(case.weights.gain, requires_grad=False)
     normed: Tensor = norm(out.to(z.dtype), z)
     return normed
