@@ -138,10 +138,13 @@ bench-gpu: $(STAMP)  ## on a GPU: the tower and the decoder of Qwen3-VL-8B, rand
 
 # A context of its own for each process; one kernel's tests stay in one, and what hangs is ended.
 GPU_PARALLEL ?= -n 8 --dist loadfile --timeout 120 --timeout-method thread
+# What a CPU computes beside a GPU torch does, whose kernels are there.
+BY_TORCH := TWINLENS_LLM_KERNELS=torch TWINLENS_ENCODER_KERNELS=torch
 
 gpu-check: $(STAMP)  ## all tests that need a GPU; fails where there is none. ENVIRONMENT=… without internet
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-check: torch sees no GPU here, so nothing was checked")'
-	$(BIN)/python -m pytest -m gpu -W default $(GPU_PARALLEL) tests/gpu $(ARGS)
+	$(if $(ENVIRONMENT),PYTHON=$(BIN)/python; . ./tools/gpu_environment.sh; )$(BY_TORCH) $(BIN)/python -m pytest -m gpu -W default \
+		$(GPU_PARALLEL) tests/gpu $(ARGS)
 
 gpu-rehearsal: $(STAMP)  ## each part of the first day on a GPU, on a CPU: small shapes, figures that mean nothing
 	for part in 1 2 3 4; do $(BIN)/python -m benchmarks.gpu_day $$part --folder build/gpu_day --tiny || exit 1; done

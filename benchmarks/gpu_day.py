@@ -43,6 +43,8 @@ _PROCESSES = 8
 TEST_OPTIONS = ("-n", str(_PROCESSES), "--dist", "loadfile", "--timeout", "120", "--timeout-method", "thread")
 """Of pytest. A file's tests stay in one process, since Triton's cache has no lock: one kernel would be compiled many
 times at once. A signal does not end the wait for a kernel that hangs, a thread does."""
+BY_TORCH = {f"TWINLENS_{service}_KERNELS": "torch" for service in ("LLM", "ENCODER")}
+"""What a CPU computes beside a GPU torch does, whose kernels are there."""
 _NATIVE_TESTS = (
     "test_parity_on_gpu",
     "test_llm_on_gpu",
@@ -133,11 +135,10 @@ def _sanitized(*, tiny: bool) -> Table:
 def _tests(name: str, seconds: float, *files: str, tiny: bool) -> Table:
     """Tests of GPUs by name of file; where all is tiny they are collected, and no more. Warnings are errors with the
     pinned versions alone. A kernel that breaks a process's context, or hangs, takes that process along, and no other
-    test (`tests/gpu/conftest.py`). What a CPU computes beside it torch does, whose kernels are there."""
+    test (`tests/gpu/conftest.py`)."""
     paths = [f"tests/gpu/{file}.py" for file in files]
     command = ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", *paths)
-    by_torch = {f"TWINLENS_{service}_KERNELS": "torch" for service in ("LLM", "ENCODER")}
-    return Table(name, (*command, *(("--collect-only",) if tiny else TEST_OPTIONS)), seconds, by_torch)
+    return Table(name, (*command, *(("--collect-only",) if tiny else TEST_OPTIONS)), seconds, BY_TORCH)
 
 
 def _environ(*, tiny: bool) -> dict[str, str]:

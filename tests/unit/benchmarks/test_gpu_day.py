@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import tarfile
 from collections.abc import Sequence
@@ -90,8 +91,20 @@ def test_what_is_sanitized_has_no_pool_of_memory(tmp_path: Path) -> None:
     assert "--once" in found.command, "nothing can be captured without one"
 
 
-def test_make_runs_the_tests_as_a_part_does() -> None:
-    assert f"GPU_PARALLEL ?= {' '.join(gpu_day.TEST_OPTIONS)}\n" in (ROOT / "Makefile").read_text()
+def test_make_runs_the_tests_as_a_part_does(tmp_path: Path) -> None:
+    """In another environment, whose Python says what it was called with."""
+    python = tmp_path / "env/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$*"; env\n')
+    python.chmod(0o755)
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    command = ["make", "-s", "-f", str(ROOT / "Makefile"), "gpu-check", f"ENVIRONMENT={tmp_path / 'env'}"]
+    environ = {**os.environ, "PYTHONPATH": "before"}
+    made = subprocess.run(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    called = made.stdout[made.stdout.index("-m pytest -m gpu") :].splitlines()
+    assert called[0] == f"-m pytest -m gpu -W default {' '.join(gpu_day.TEST_OPTIONS)} tests/gpu"
+    assert f"PYTHONPATH={tmp_path}/build/gpu_day/extra:before" in called
+    assert {f"{name}={value}" for name, value in gpu_day.BY_TORCH.items()} <= {*called}
 
 
 @pytest.mark.parametrize("tiny", [False, True])
