@@ -23,6 +23,8 @@ _COMMENT: Final = b": still here\n\n"
 
 EVENTS: Final = "text/event-stream"
 
+_LINE_ENDS: Final = tuple((sign.encode(), b"\\u%04x" % ord(sign)) for sign in "\u2028\u2029\x85")
+
 
 def json_answer(content: dict[str, Any]) -> Response:
     """A whole answer."""
@@ -38,7 +40,20 @@ def list_answer(content: dict[str, Any], field: str, elements: Iterable[bytes]) 
 def event(content: dict[str, Any], name: str = "") -> bytes:
     """One event."""
     named = f"event: {name}\n".encode() if name else b""
-    return b"%sdata: %s\n\n" % (named, to_json(content))
+    return b"%sdata: %s\n\n" % (named, _in_one_line(to_json(content)))
+
+
+def _in_one_line(content: bytes) -> bytes:
+    """JSON without signs that some readers of lines, though no reader of events, take for line ends.
+
+    >>> _in_one_line(to_json("a\u2028b\x85"))
+    b'"a\\\\u2028b\\\\u0085"'
+    """
+    if content.isascii():
+        return content
+    for sign, escaped in _LINE_ENDS:
+        content = content.replace(sign, escaped)
+    return content
 
 
 class Chunks:
@@ -49,11 +64,11 @@ class Chunks:
     """
 
     def __init__(self, head: dict[str, Any]) -> None:
-        self._head = b"data: " + to_json(head)[:-1] + b","
+        self._head = b"data: " + _in_one_line(to_json(head))[:-1] + b","
 
     def chunk(self, rest: dict[str, Any]) -> bytes:
         """One event: the head, and the rest, which is not empty."""
-        return self._head + to_json(rest)[1:] + b"\n\n"
+        return self._head + _in_one_line(to_json(rest))[1:] + b"\n\n"
 
 
 class Last(bytes):
