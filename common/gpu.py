@@ -27,6 +27,14 @@ def use_gpu(device: torch.device) -> None:
     torch.cuda.set_device(device)
 
 
+def release_memory() -> None:
+    """Waits for this process's GPU, if it has begun to use one, and has torch give back to the driver what it keeps of
+    memory that is free."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
 Clock = Callable[[Callable[[], object]], float]
 """Seconds that a device spends on what a callable begins, and only begins."""
 

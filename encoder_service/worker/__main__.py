@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -94,9 +95,25 @@ def _answer(runner: Runner, begun: Future[BegunBatch]) -> BatchDone | BatchFaile
 
         if not runner.is_usable():
             raise
+        _free(error)  # the pieces come again, one by one
         if isinstance(error, PassFailed):
             return BatchFailed(why=str(error), pieces=list(error.places))
         return BatchFailed(why=f"{type(error).__name__}: {error}")
+
+
+def _free(error: BaseException) -> None:
+    """Lets go of the memory that a failed pass had, and of what torch keeps beside it where there was too little."""
+    import torch
+
+    from common.gpu import release_memory
+
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    for each in causes:
+        traceback.clear_frames(each.__traceback__)
+    if any(isinstance(each, torch.OutOfMemoryError) for each in causes):
+        release_memory()
 
 
 def _batches(link: ParentLink[Any]) -> Iterator[Batch]:

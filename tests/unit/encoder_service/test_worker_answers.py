@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future
 
 import pytest
 import torch
 
+from common import gpu
 from encoder_service.worker.__main__ import _answer
 from encoder_service.worker.messages import BatchFailed
-from encoder_service.worker.runner import PassFailed, Runner
+from encoder_service.worker.runner import PassFailed, PreparedBatch, Runner, _failing
 
 
 class Broken:
@@ -51,6 +53,30 @@ def test_a_batch_that_failed_is_told_and_the_worker_goes_on() -> None:
 def test_of_a_batch_in_parts_those_fail_whose_pass_failed() -> None:
     told = BatchFailed(why="RuntimeError: no memory for scores", pieces=[2, 3])
     assert _answer(Broken(usable=True), failed_pass()) == told
+
+
+def test_memory_of_a_pass_that_had_too_little_is_free_before_its_pieces_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+    left: list[bool] = []
+    monkeypatch.setattr(gpu, "release_memory", lambda: left.append(any(each() is not None for each in held)))
+
+    def compute() -> None:
+        patches = torch.zeros(8)
+        held.append(weakref.ref(patches))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    future: Future[object] = Future()
+    try:
+        with _failing(PreparedBatch([], None, None, 0.0, [2, 3])):
+            compute()
+    except PassFailed as error:
+        future.set_exception(error)
+    assert _answer(Broken(usable=True), future) == BatchFailed(
+        why="OutOfMemoryError: CUDA out of memory.", pieces=[2, 3]
+    )
+    assert left == [False]
 
 
 @pytest.mark.parametrize("make", [begun, failed, failed_pass])
