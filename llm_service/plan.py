@@ -10,6 +10,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 
+class StepMemoryError(Exception):
+    """The device has too little memory for a step, which was not computed. What it holds of sequences may be lost."""
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The next tokens of the flattened batch, which are of one sequence."""
 

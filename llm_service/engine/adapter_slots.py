@@ -48,6 +48,11 @@ class AdapterSlots:
         if (slot := self._held.pop(adapter, None)) is not None:
             self._free.append(slot)
 
+    def clear(self) -> None:
+        """No slot has what it was given."""
+        self._held.clear()
+        self._free = list(range(self.count))[::-1]
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless each slot is free or has one adapter."""
         assert sorted([*self._free, *self._held.values()]) == list(range(self.count))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from common import log
 from common.processes import ParentLink
 from common.tasks import in_daemon_thread
 from llm_service.engine.batch import Step
@@ -48,9 +49,10 @@ from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.engine.step_queue import StepQueue
 from llm_service.model_config.adapter_folder import Adapter, AdapterError
-from llm_service.plan import StepResult
+from llm_service.plan import StepMemoryError, StepResult
 from llm_service.worker.messages import AddAdapter, InvalidateRows, PullRows, RemoveAdapter, UnmapPool
 
+_log = log.get("engine")
 _PROOF_SECONDS = 5.0
 """The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
 
@@ -145,7 +147,12 @@ class EngineCore:
                 return True
         if not self._under_way:
             return False
-        result, step = self._steps.collect(), self._under_way.popleft()
+        try:
+            result = self._steps.collect()
+        except StepMemoryError as error:
+            self._abandon(error)
+            return True
+        step = self._under_way.popleft()
         output = self._scheduler.finish(step, result)
         if self._under_way and (masks := self._scheduler.masks(self._under_way[0])):
             self._steps.mask(masks)  # before anything else: the next step is computed meanwhile, and waits for them
@@ -157,6 +164,21 @@ class EngineCore:
         if output.tokens:
             self._link.send(Tokens(output.tokens, time.perf_counter()))
         return True
+
+    def _abandon(self, error: StepMemoryError) -> None:
+        """Goes on with smaller steps in place of those under way, the first of which failed; raises the error where
+        there is none."""
+        abandoned = list(self._under_way)
+        self._under_way.clear()
+        for _ in abandoned[1:]:
+            with contextlib.suppress(StepMemoryError):
+                self._steps.collect()
+        tokens = sum(count for _, count in abandoned[0].work)
+        if not self._scheduler.abandon(abandoned):
+            raise error
+        _log.warning("too little memory for a step: all that runs begins anew, in smaller ones", tokens=tokens)
+        self._steps.go_on()
+        self._report_blocks()
 
     def _report_blocks(self) -> None:
         if self._block_events is not None and (events := self._block_events.take()):

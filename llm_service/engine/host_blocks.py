@@ -113,7 +113,8 @@ class HostBlocks:
         return offloads, loads
 
     def flush(self) -> list[bytes]:
-        """Forgets all but what is needed or lent; the identities forgotten."""
+        """Forgets all but what is needed or lent; the identities forgotten. Copies of what is forgotten, which wait for
+        the next step, harm nobody: those to the same places come after them."""
         gone = [identity for identity in self._places if identity not in self._lent]
         self._free += map(self._places.pop, gone)
         for identity in gone:

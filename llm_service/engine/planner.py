@@ -131,6 +131,11 @@ class Planner:
         self._keep_media_whole = limits.keep_media_whole or not limits.chunk_rule.may_end_in_run
         self._most_spares = blocks.state_slots - limits.max_running  # whoever may run finds a slot
 
+    def bound(self, limits: Limits) -> None:
+        """The next steps are within these limits, which allow no more sequences than run, and no more than the first
+        ones that it had."""
+        self._limits, self._max_media_tokens = limits, limits.max_media_tokens
+
     def choose(self) -> Schedule:
         """What the next step computes; its work is empty where nothing can be computed now."""
         schedule, self._bounded = Schedule(), False
@@ -383,7 +388,7 @@ class Planner:
             idle = self._idle(schedule) if self._has_all_rows(sequence) else []
             if (last := idle[-1] if idle else self._last_behind(sequence, schedule)) is None:
                 return False
-            self._preempt(last)
+            self.preempt(last)
             if idle:
                 last.wait_for_rows()
             schedule.preempted.append(last)
@@ -400,7 +405,8 @@ class Planner:
                 return last
         return None
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """It gives all blocks back, and waits."""
         self._queues.preempt(sequence)
         self._blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
 
@@ -413,7 +419,7 @@ class Planner:
             return False
         while self._is_crowded() or not self._blocks.can_hold(hits, tokens):
             last = idle.pop()
-            self._preempt(last)
+            self.preempt(last)
             last.wait_for_rows()
         return True
 
@@ -431,7 +437,7 @@ class Planner:
         while not slots.has_room(sequence.adapter, [each.adapter for each in self._queues.running]):
             last = in_the_way.pop()
             idle.remove(last)
-            self._preempt(last)
+            self.preempt(last)
             last.wait_for_rows()
         return True
 

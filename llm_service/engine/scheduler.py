@@ -22,6 +22,7 @@ from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_lo
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence, SequenceRules
 from llm_service.engine.state_slots import Place
+from llm_service.engine.step_cap import StepCap
 from llm_service.engine.step_pace import StepPace
 from llm_service.engine.structure import Form, Matcher
 from llm_service.plan import StepResult
@@ -74,12 +75,18 @@ class Scheduler:
         self._pace = StepPace(limits.decode_slowdown, multiple=blocks.state_chunk if blocks.state_slots else 1)
         draft = draft or (by_proposal if limits.proposes else by_look_up)
         self._planner = Planner(self._queues, blocks, limits, self._pace, draft, self.adapter_slots)
+        self._cap = StepCap(limits)
         self._unchecked: list[Sequence] = []
         self._unstarted: set[int] = set()
         self._notices = NoticeQueue()
         self._arrivals = 0
         self._planned_steps = 0
         self._held = 0
+
+    @property
+    def limits_now(self) -> Limits:
+        """Those of the next step, which are smaller for a while once there was too little memory for one."""
+        return self._cap.limits
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
@@ -266,6 +273,8 @@ class Scheduler:
         """Takes in the result of the oldest step under way: tokens are known, ended sequences give everything back."""
         output = StepOutput()
         self.counters.steps += 1
+        if self._cap.succeeded():
+            self._planner.bound(self._cap.limits)
         self.counters.graph_steps += result.replayed
         prompt_tokens = sum(count for _, _, count in step.prefill)
         self._pace.learn(len(step.work) - len(step.prefill), prompt_tokens, result.ended - result.began)
@@ -297,6 +306,27 @@ class Scheduler:
             if ended:
                 self._end(sequence)
         return output
+
+    def abandon(self, steps: Seq[Step]) -> bool:
+        """None of these steps, all that are under way, was computed: there was too little memory for the first. What
+        runs begins anew, in smaller steps, and nothing is cached any more: blocks may have been found that these steps
+        were to compute. False, and nothing is done, where the first could not be smaller."""
+        first = steps[0]
+        if not self._cap.failed(sum(count for _, count in first.work), len(first.work)):
+            return False
+        self.counters.steps += len(steps)
+        for step in steps:
+            for sequence, begin in step.prompt_logprobs:
+                sequence.forget_logprobs(begin)
+        for sequence in (*self._queues.waiting, *self._queues.running):  # one may have been preempted meanwhile
+            sequence.forget_placeholders()
+        for sequence in tuple(self._queues.running):
+            self._planner.preempt(sequence)
+            self.counters.preemptions += 1
+        self.blocks.flush()
+        self.adapter_slots.clear()
+        self._planner.bound(self._cap.limits)
+        return True
 
     def masks(self, step: Step) -> list[bytes]:
         """The masks that follow the plan of a step under way: one for each draw that waits for one. Once the step in

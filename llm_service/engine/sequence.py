@@ -290,6 +290,16 @@ class Sequence:
         """It runs no longer, and holds no block: its KV is to be computed again."""
         self.running, self.num_computed_tokens, self.rolled_back = False, 0, False
 
+    def forget_placeholders(self) -> None:
+        """What was to choose them is not computed."""
+        if self.num_placeholders:
+            del self.tokens[-self.num_placeholders :]
+        self.num_placeholders, self.drafts, self.proposed = 0, array("i"), array("i")
+
+    def forget_logprobs(self, first: int) -> None:
+        """Those of the prompt's tokens from this one on are not computed."""
+        self.num_tokens_with_logprobs = min(self.num_tokens_with_logprobs, first)
+
     def finish(self) -> None:
         """Nothing more is to be computed for it."""
         self.running, self.finished = False, True

@@ -8,13 +8,14 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import msgspec
 
-from llm_service.plan import Masks, StepPlan, StepResult, no_masks
+from llm_service.plan import Masks, StepMemoryError, StepPlan, StepResult, no_masks
 from llm_service.worker.messages import (
     AdapterOrder,
     AddAdapter,
@@ -50,7 +51,8 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan, masks: Masks = no_masks) -> StepUnderWay:
         """Begins a step, whose carried tokens are those of the step launched before it, and asks for the masks that
-        follow its plan when it is to draw. On a CPU it is over then."""
+        follow its plan when it is to draw. On a CPU it is over then. Raises StepMemoryError, and computes nothing more
+        of it, where there is too little memory and the next step may have fewer tokens."""
         ...
 
     def obey(self, order: MirrorOrder) -> Pulled:
@@ -70,6 +72,7 @@ class _Signal(enum.Enum):
     """What the computing thread is told beside plans and orders."""
 
     BEAT = enum.auto()
+    GO_ON = enum.auto()
     CLOSE = enum.auto()
 
 
@@ -83,6 +86,16 @@ class _Offload:
 
     order: OffloadBlocks
     done: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _NotComputed:
+    """A step for which there was too little memory, or that was to go on from such a one."""
+
+    error: StepMemoryError
+
+    def result(self) -> StepResult:
+        raise self.error
 
 
 class StepQueue:
@@ -147,12 +160,23 @@ class StepQueue:
 
     def collect(self) -> StepResult:
         """Waits for the result of the oldest plan that has not been collected. A step begins, at the earliest, when the
-        one before it has ended."""
+        one before it has ended. Raises StepMemoryError where there was too little memory for it: then none that was
+        handed over behind it is computed, before `go_on`."""
         self._collecting_since = time.monotonic()
-        result = self._launched.get().result()
-        self._collecting_since = None
+        try:
+            result = self._launched.get().result()
+        finally:
+            self._collecting_since = None
         began, self._ended = max(result.began, self._ended), result.ended
         return msgspec.structs.replace(result, began=began)
+
+    def go_on(self) -> None:
+        """Has plans computed again that are handed over from now on. All before have been collected, and the one that
+        failed carries nothing over."""
+        with suppress(Empty):
+            while True:
+                self._masks.get_nowait()  # of plans that were not computed
+        self._plans.put(_Signal.GO_ON)
 
     def beat(self) -> None:
         """Has the computing thread keep in touch with its ranks. For when there is nothing to compute."""
@@ -164,15 +188,24 @@ class StepQueue:
         self._masks.put(None)
 
     def work(self) -> None:
-        """Computes until `close`. An error of the executor ends it, and with it the process."""
+        """Computes until `close`. An error of the executor ends it, and with it the process, but for too little memory
+        for a step."""
+        failed: StepMemoryError | None = None
         while (order := self._plans.get()) is not _Signal.CLOSE:
             self._launching_since = time.monotonic()
             match order:
+                case StepPlan() if failed is not None:
+                    self._launched.put(_NotComputed(failed))
                 case StepPlan():
                     try:
                         self._launched.put(self._executor.launch(order, self._next_masks))
                     except _ClosedError:
                         return
+                    except StepMemoryError as error:
+                        failed = error
+                        self._launched.put(_NotComputed(error))
+                case _Signal.GO_ON:
+                    failed = None
                 case PullRows():
                     self._on_pulled(order.id, self._executor.obey(order))
                 case InvalidateRows() | UnmapPool():
@@ -183,6 +216,8 @@ class StepQueue:
                 case RemoveAdapter():
                     self._executor.adapt(order)
                 case _Offload():
+                    if failed is not None:  # of what was to be computed
+                        raise failed
                     self._executor.offload(order.order)
                     order.done()
                 case _Signal.BEAT:

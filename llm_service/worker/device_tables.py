@@ -21,7 +21,7 @@ class DeviceTables:
         self._size = block_size
         self._host = BlockTables()
         self._there = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self._whole = False
+        self._whole = self._behind = False
 
     @property
     def host(self) -> np.ndarray:
@@ -29,8 +29,10 @@ class DeviceTables:
         return self._host.numbers
 
     def append(self, appended: Sequence[Appended]) -> list[np.ndarray]:
-        """Takes in what a plan appends, on the host; what `update` then needs on the device."""
-        self._whole = self._host.append(appended)
+        """Takes in what a plan appends, on the host; what `update` then needs on the device: all of it, where the last
+        plan did not come as far as that."""
+        self._whole = self._host.append(appended) or self._behind
+        self._behind = True
         if self._whole:
             return [self.host]
         if not appended:
@@ -43,6 +45,7 @@ class DeviceTables:
 
     def update(self, moved: Sequence[Tensor]) -> None:
         """The device has what the last `append` took in."""
+        self._behind = False
         if self._whole:
             self._there = moved[0].clone()  # what else was moved along is given back
         elif moved:

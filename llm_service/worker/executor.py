@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import torch
 
+from common.gpu import release_memory
 from llm_service.layers.group import ALONE
-from llm_service.plan import Draw, Masks, StepPlan, no_masks
+from llm_service.plan import Draw, Masks, StepMemoryError, StepPlan, no_masks
 from llm_service.worker.changeover import Changeover
 from llm_service.worker.messages import (
     AdapterOrder,
@@ -47,10 +49,17 @@ class LoneExecutor:
         self._changeover = changeover
 
     def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Launched:
-        """Begins a step."""
+        """Begins a step. Raises StepMemoryError where there is too little memory, once what it held is free and nothing
+        of it is computed any more."""
         if self._changeover is not None and self._changeover.due:
             self._changeover.ask(ALONE.all_reduce_min)
-        return self._runner.launch(plan, masks)
+        try:
+            return self._runner.launch(plan, masks)
+        except torch.OutOfMemoryError as error:
+            why = str(error).partition("\n")[0]
+        # Only now is what the step held free: the error had its frames.
+        release_memory()
+        raise StepMemoryError(why)
 
     def obey(self, order: MirrorOrder) -> Pulled:
         """Does something to the mirror."""

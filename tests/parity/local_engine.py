@@ -42,13 +42,14 @@ from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.loader import load_hf_decoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.trial import Finding
-from llm_service.plan import TokenLogprobs
+from llm_service.plan import StepMemoryError, TokenLogprobs
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, Pooling, PromptLayout, SamplingParams
 from llm_service.settings import CacheDtype
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
+from llm_service.worker.executor import LoneExecutor
 from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.messages import AddAdapter
@@ -263,6 +264,7 @@ class LocalEngine:
             proposer=proposer,
             keeps_hidden=mtp or eagle is not None,
         )
+        self._executor = LoneExecutor(self.runner)
         self.adapters = dict(enumerate(read_adapters, 1))
         for number, adapter in self.adapters.items():
             self.runner.adapt(AddAdapter(number, adapter))
@@ -386,7 +388,14 @@ class LocalEngine:
                     progress.outputs.append(self._finish())
                 return self.scheduler.masks(planned)
 
-            self._under_way.append((step, self.runner.launch(step.plan, masks)))
+            try:
+                launched = self._executor.launch(step.plan, masks)
+            except StepMemoryError:
+                while self._under_way:
+                    progress.outputs.append(self._finish())
+                assert self.scheduler.abandon([step])
+                return self._heard(progress)
+            self._under_way.append((step, launched))
             if len(self._under_way) < self._depth:
                 return self._heard(progress)
         if self._under_way:

@@ -169,6 +169,8 @@ class Simulation:
         self.rows_needed: list[int] = []
         self.rows_read: list[int] = []
         self.slow: set[int] = set()
+        self.fails = False
+        """Memory does not suffice for the next step that is computed."""
         self._held_back: set[int] = set()
         self._under_way: deque[Step] = deque()
         self._chosen: list[int] = []
@@ -209,13 +211,7 @@ class Simulation:
         """The engine is gone with all that it held; the next one gets what has not ended, as far as it has come. What
         waits for places goes there when it has them."""
         self.scheduler = self._new_scheduler()
-        self.executor.slots.clear()
-        self.executor.host.clear()
-        self.executor.states.clear()
-        self.executor.tables.clear()
-        self.executor.adapters.clear()
-        self._under_way.clear()
-        self._chosen = []
+        self._forget_computed()
         for id, outcome in self.outcomes.items():
             outcome.started = 0
             outcome.taken = len(outcome.scored)
@@ -225,6 +221,15 @@ class Simulation:
                 self._held_back.add(id)
             else:
                 self._hand_over(id, landed=True)
+
+    def _forget_computed(self) -> None:
+        self.executor.slots.clear()
+        self.executor.host.clear()
+        self.executor.states.clear()
+        self.executor.tables.clear()
+        self.executor.adapters.clear()
+        self._under_way.clear()
+        self._chosen = []
 
     def _hand_over(self, id: int, *, landed: bool) -> None:
         """To the engine; `landed`: with the rows that are in the arena by now, as far as it has places."""
@@ -346,7 +351,8 @@ class Simulation:
             self._check_plan(step)
             self._under_way.append(step)
         if len(self._under_way) == self._depth or (step is None and self._under_way):
-            step = self._compute()
+            step = self._abandon() if self.fails else self._compute()
+            self.fails = False
         self._hear()
         if check:
             self.scheduler.check_integrity()
@@ -407,6 +413,19 @@ class Simulation:
         self.computed += step.plan.tokens
         return step
 
+    def _abandon(self) -> Step:
+        """The oldest step under way has too little memory, and nothing that the cache holds counts any more."""
+        abandoned = list(self._under_way)
+        self._forget_computed()
+        if not self.scheduler.abandon(abandoned):
+            assert (
+                abandoned[0].plan.tokens == 1
+                or not self.limits.chunk_rule.may_end_in_run
+                or self.limits.chunk_rule.of_prompts
+            )
+            self.die()
+        return abandoned[0]
+
     def _propose(self, step: Step, result: StepResult) -> list[list[int]]:
         """What a draft model would: it computes its drafts but for the last, in the sequence's blocks."""
         if not self.limits.proposes:
@@ -423,8 +442,9 @@ class Simulation:
 
     def _check_plan(self, step: Step) -> None:
         assert step.work, "a step that computes nothing"
-        assert step.plan.tokens == sum(count for _, count in step.work) <= self.limits.max_step_tokens
-        assert len(step.work) <= self.limits.max_running
+        now = self.scheduler.limits_now
+        assert step.plan.tokens == sum(count for _, count in step.work) <= now.max_step_tokens
+        assert len(step.work) <= now.max_running
         assert len({(s.id, s.choice) for s, _ in step.work}) == len(step.work), "a sequence stands twice in a step"
         assert self.scheduler.state().running <= self.limits.max_running
         rule = self.limits.chunk_rule

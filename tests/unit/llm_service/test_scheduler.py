@@ -181,6 +181,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def the_engine_dies(self) -> None:
         self.engine.die()
 
+    @rule()
+    def memory_runs_out(self) -> None:
+        self.engine.fails = True
+
     @rule(adapter=st.integers(1, 3))
     def unload(self, adapter: int) -> None:
         if adapter not in (self.engine.outcomes[id].order.adapter for id in self.open_requests()):
@@ -238,6 +242,8 @@ _STATES = {"state_slots": 14, "state_chunk": 8}
         {"speculative_tokens": 4, "proposes": True},
         {"host_blocks": 30},
         {"chunk_rule": ChunkRule(SpanRule.WHOLE_PROMPTS), "blocks": 20, "max_running": 4, "speculative_tokens": 4},
+        {"fails_every": 40, "host_blocks": 30, "max_loras": 3},
+        {"fails_every": 40, "speculative_tokens": 4, **_STATES},
     ],
     ids=[
         "",
@@ -248,15 +254,20 @@ _STATES = {"state_slots": 14, "state_chunk": 8}
         "with a draft model",
         "with the host",
         "of whole prompts",
+        "with too little memory",
+        "with too little memory, states and drafts",
     ],
 )
 def test_hundreds_of_requests_through_a_tight_cache_all_say_what_they_must(
     more: dict[str, int], overlap: bool, requests: int
 ) -> None:
     rng = random.Random(7)
-    engine = simulation(**{"blocks": 48, "max_running": 12, "step_tokens": 64, "overlap": overlap} | more)
+    given = {"blocks": 48, "max_running": 12, "step_tokens": 64, "overlap": overlap} | more
+    fails_every = given.pop("fails_every", 0)
+    engine = simulation(**given)
     waiting: list[int] = []
     for _ in range(requests):
+        engine.fails = bool(fails_every) and rng.randrange(fails_every) == 0
         pictures = [Picture(rng.randrange(20), 2, 6)] if rng.random() < 0.3 else []
         asked = order(
             text(rng.randrange(8, 60), rng.randrange(5)),
@@ -275,7 +286,7 @@ def test_hundreds_of_requests_through_a_tight_cache_all_say_what_they_must(
     assert engine.scheduler.counters.prefix_hit_tokens > 0, "nothing was shared"
     if "max_loras" in more:
         assert engine.scheduler.state().adapter_fills > 8, "slots were never filled anew"
-    if "host_blocks" in more:
+    if "host_blocks" in more and not fails_every:
         assert engine.scheduler.state().kv_blocks_loaded > 100, "nothing came back"
     if "speculative_tokens" in more and not (overlap and "proposes" in more):
         counters = engine.scheduler.counters
@@ -381,6 +392,17 @@ def test_prompts_of_two_adapters_share_no_block_and_those_of_one_do() -> None:
     assert cached[:3] == [0, 0, 0]
     assert cached[3] == cached[4] > 0
     engine.drain()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logprobs_of_a_prompt_that_are_lost_are_computed_again(overlap: bool) -> None:
+    engine = simulation(blocks=48, max_running=4, step_tokens=8, overlap=overlap)
+    engine.submit(order(text(40, 0), (), max_tokens=3, prompt_logprobs=0))
+    for number in range(6):
+        engine.fails = number == 3
+        engine.step()
+    engine.drain()
+    assert len(engine.outcomes[1].scored) == 39
 
 
 def test_sequences_divide_the_room_for_drafts_and_what_one_leaves_is_the_others() -> None:

@@ -38,9 +38,9 @@ from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import StepQueue
 from llm_service.model_config.adapter_folder import Adapter
-from llm_service.plan import Draw, Masks, StepPlan, StepResult, no_masks
+from llm_service.plan import Draw, Masks, StepMemoryError, StepPlan, StepResult, no_masks
 from llm_service.request import SamplingParams
-from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, PullRows, UnmapPool
+from llm_service.worker.messages import InvalidateRows, MirrorOrder, OffloadBlocks, Pulled, PullRows, UnmapPool
 from tests.in_turn import InTurn
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, alternating, expected
 from tests.waiting import until
@@ -312,6 +312,51 @@ def test_what_is_said_does_not_depend_on_the_overlap(overlap: bool) -> None:
     assert said == {n: expected(order, 0, limits)[0] for n, order in enumerate(orders, 1)}
     assert sorted(id for message in sent if isinstance(message, Released) for id in message.ids) == [*said]
     assert [message.id for message in sent if isinstance(message, Started)] == [*said]
+
+
+class TooSmall(InTurn):
+    """Has too little memory for steps of more than so many tokens, and for every fourth one; what it held is lost
+    then."""
+
+    def __init__(self, most: int) -> None:
+        self.cache, self.launches, self.failed, self._most = HashExecutor(4), 0, 0, most
+        super().__init__(self.cache.run)
+
+    def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Any:
+        self.launches += 1
+        if plan.tokens > self._most or (plan.tokens > 1 and self.launches % 4 == 0):
+            self.failed += 1
+            self.cache = HashExecutor(4)
+            self._run = self.cache.run
+            raise StepMemoryError("too little")
+        return super().launch(plan, masks)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_goes_on_with_smaller_steps_where_memory_is_too_small_and_says_the_same(overlap: bool) -> None:
+    orders, executor = [*ORDERS, *HELD], TooSmall(8)
+    sent = served([[add(n, each) for n, each in enumerate(orders, 1)], *[[]] * 200], overlap=overlap, executor=executor)
+    said = {n: list[int]() for n in range(1, len(orders) + 1)}
+    for token in (each for message in sent if isinstance(message, Tokens) for each in message.tokens):
+        said[token.id].append(token.token)
+    assert said == {n: expected(each, 0, Limits(8, 16, 256))[0] for n, each in enumerate(orders, 1)}
+    assert executor.failed > 1
+    assert sorted(message.id for message in sent if isinstance(message, Started)) == [*said]
+    assert sorted(id for message in sent if isinstance(message, Released) for id in message.ids) == [*said]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_ends_where_memory_is_too_small_for_a_step_of_one_token(overlap: bool) -> None:
+    with pytest.raises(StepMemoryError, match="too little"):
+        served([[add(1, ORDERS[0])], *[[]] * 200], overlap=overlap, executor=TooSmall(0))
+
+
+def test_blocks_that_were_to_be_computed_are_lent_to_nobody() -> None:
+    steps = StepQueue(TooSmall(0))
+    steps.submit(plan(7, []))
+    steps.offload(OffloadBlocks([(0, 0)]), lambda: pytest.fail("they are not there"))
+    with pytest.raises(StepMemoryError):
+        steps.work()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
