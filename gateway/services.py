@@ -307,6 +307,12 @@ class LlmServices:
         infos = [*(service.info for service in fitting), *(service.between for service in fitting)]
         return next((info for info in infos if info is not None), None)
 
+    def fills_a_context(self, tokens: int, model: str) -> bool:
+        """Whether so many tokens, of prompt and answer, are all that a service of this model, or of one with this
+        adapter, has room for."""
+        infos = [service.info for service in self.services if service.serves(model)]
+        return any(info is not None and info.context_tokens == tokens for info in infos)
+
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Looks at all of them, again and again, for the length of the block; the channels are closed at its end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -43,7 +44,9 @@ class Messages:
             why = "an answer that goes on behind a message of the assistant has no thinking before it"
             raise InvalidInput(why, reason="BAD_FIELD", field="thinking")
         body, places = await context.made(as_chat, asked)
-        answer, stream = Answer(context.id, self._services.name(asked.model), asked.max_tokens), bool(asked.stream)
+        name, stream = self._services.name(asked.model), bool(asked.stream)
+        fills = partial(self._services.fills_a_context, model=name)
+        answer = Answer(context.id, name, asked.max_tokens, fills)
         try:
             message = await context.made(conversation.chat_request, body, context.id)
             generation = await self._chats.begin(body, message, context, places_of(body), streams=stream)

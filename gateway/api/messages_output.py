@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -43,11 +43,13 @@ class _Block:
 
 
 class Answer:
-    """What has been said so far, as blocks of a message, and what a stream tells of it."""
+    """What has been said so far, as blocks of a message, and what a stream tells of it. `fills` says whether so many
+    tokens, of prompt and answer, fill a context."""
 
-    def __init__(self, request_id: str, model: str, max_tokens: int) -> None:
+    def __init__(self, request_id: str, model: str, max_tokens: int, fills: Callable[[int], bool]) -> None:
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
+        self._fills = fills
         self._blocks: list[_Block] = []
         self._open = ""
         self._calls = 0
@@ -98,9 +100,10 @@ class Answer:
 
     def _stop(self) -> dict[str, Any]:
         """Why it ended."""
-        finished = self._finished
-        if finished.reason == llm_pb2.FINISH_REASON_LENGTH:
-            full = finished.usage.completion_tokens < self._max_tokens
+        finished, usage = self._finished, self._finished.usage
+        if finished.reason == llm_pb2.FINISH_REASON_LENGTH:  # by the caller's bound, the operator's, or the context's
+            said = usage.completion_tokens
+            full = said < self._max_tokens and self._fills(usage.prompt_tokens + said)
             reason = "model_context_window_exceeded" if full else "max_tokens"
         elif finished.stop_text:
             reason = "stop_sequence"

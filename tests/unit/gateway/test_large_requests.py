@@ -35,7 +35,9 @@ async def tokenized(*_: Any) -> tuple[llm_pb2.TokenizeResponse, llm_pb2.LlmServi
 
 def services(*, reranks: bool = False) -> Any:
     info = llm_pb2.LlmServiceGetInfoResponse(reranker=RERANKER) if reranks else None
-    return SimpleNamespace(name=lambda model: model or "demo", about=lambda _: info, tokenize=tokenized)
+    return SimpleNamespace(
+        name=lambda model: model or "demo", about=lambda _: info, tokenize=tokenized, fills_a_context=bool
+    )
 
 
 SERVICES: Any = services()
