@@ -80,6 +80,7 @@ def as_chat(asked: CountRequest) -> tuple[ChatRequest, Places]:
         turns.begin_with(asked.system)
     for number, message in enumerate(asked.messages):
         turns.add(message, f"messages[{number}]")
+    turns.end()
     fields: dict[str, Any] = {name: value for name in _ALIKE if (value := getattr(asked, name, None)) is not None} | {
         "messages": turns.messages,
         **_tools(asked),
@@ -134,6 +135,8 @@ class _Turns:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.messages: list[dict[str, Any]] = []
+        self._thoughts: dict[int, list[str]] = {}
+        """Of each message that has any."""
 
     @property
     def end_with_assistant(self) -> bool:
@@ -174,6 +177,11 @@ class _Turns:
                 self._go_on(message.role, path)
                 self._block(block, place)
 
+    def end(self) -> None:
+        """No message comes any more: says of each what was thought."""
+        for number, thoughts in self._thoughts.items():
+            self.messages[number]["reasoning_content"] = "".join(thoughts)
+
     def _open(self, role: str, path: str) -> None:
         self.messages.append({"role": role, "content": []})
         self.places.messages.append(_Place(path))
@@ -191,8 +199,7 @@ class _Turns:
             case ImageBlock(source=source):
                 self._part({"type": "image_url", "image_url": {"url": source.address}}, place)
             case ThinkingBlock():
-                own = self.messages[-1]
-                own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
+                self._thoughts.setdefault(len(self.messages) - 1, []).append(block.thinking)
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": to_json(block.input).decode()}
                 call = {"id": block.id, "type": "function", "function": function}

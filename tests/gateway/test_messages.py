@@ -13,7 +13,8 @@ import grpc
 import pytest
 from pydantic import BaseModel
 
-from gateway.api.messages_request import CountRequest, MessagesRequest
+from gateway.api.messages_input import as_chat
+from gateway.api.messages_request import CountRequest, MessagesRequest, TextBlock, ThinkingBlock, Turn
 from tests.gateway.scripted import Scripted, scripted
 from tests.gateway.test_tools import TEXT, says
 from tests.gateway.trio import PICTURE, Door, Reply, Trio, image, said, text, trio
@@ -266,6 +267,19 @@ def test_turns_of_one_side_are_one_message(script: Scripted, client: anthropic.A
     ]
 
 
+def test_thoughts_of_one_turn_are_joined_once() -> None:
+    class Thought(str):
+        __slots__ = ()
+
+        def __radd__(self, before: str) -> str:
+            raise AssertionError("each is copied once for every one that follows")
+
+    blocks = [ThinkingBlock.model_construct(type="thinking", thinking=Thought(word)) for word in ("Hm. ", "Rome.")]
+    own = Turn.model_construct(role="assistant", content=[blocks[0], TextBlock(type="text", text="So:"), blocks[1]])
+    chat, _ = as_chat(CountRequest.model_construct(messages=[Turn(role="user", content="Where?"), own]))
+    assert chat.messages[1].thought == "Hm. Rome."
+
+
 def test_a_picture_may_be_given_by_its_address(script: Scripted) -> None:
     block = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
     (message,) = asked(script, messages=[said(block)]).chat.messages
@@ -312,7 +326,16 @@ def test_an_input_that_is_cut_off_has_what_there_is(script: Scripted, client: an
 def test_why_an_answer_ended(script: Scripted, client: anthropic.Anthropic) -> None:
     says(script, "abcdef", v1.FINISH_REASON_LENGTH)
     assert client.messages.create(**{**ASK, "max_tokens": 2}).stop_reason == "max_tokens"
-    assert client.messages.create(**{**ASK, "max_tokens": 3}).stop_reason == "model_context_window_exceeded"
+    assert client.messages.create(**{**ASK, "max_tokens": 3}).stop_reason == "max_tokens", "by the operator's bound"
+
+    def fill(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+        usage = v1.Usage(prompt_tokens=script.llm.context_tokens - 2, completion_tokens=2)
+        yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=usage.prompt_tokens))
+        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_LENGTH, usage=usage))
+
+    script.llm.play = fill
+    assert client.messages.create(**ASK).stop_reason == "model_context_window_exceeded"
+    assert client.messages.create(**{**ASK, "max_tokens": 2}).stop_reason == "max_tokens"
 
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
         yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9, cached_tokens=4))
