@@ -29,6 +29,10 @@ class TooLarge(InvalidInput):
     """The body, or what becomes of it, is larger than is taken."""
 
 
+class Compressed(InvalidInput):
+    """The body has an encoding that is not taken."""
+
+
 class Stalled(TwinlensError):
     """The rest of the request does not come. The connection is closed: what may still come is no request."""
 
@@ -61,6 +65,8 @@ def status_of(error: TwinlensError) -> int:
     match error:
         case TooLarge():
             return 413
+        case Compressed():
+            return 415
         case Stalled():
             return 408
         case NoRoute(status=status):
@@ -81,6 +87,8 @@ def headers_of(error: TwinlensError) -> list[tuple[bytes, bytes]]:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
     if isinstance(error, NoRoute) and error.allowed:
         headers.append((b"allow", error.allowed.encode()))
+    if isinstance(error, Compressed):
+        headers.append((b"accept-encoding", b"identity"))
     if isinstance(error, Stalled):
         headers.append((b"connection", b"close"))
     if status_of(error) == 401:

@@ -22,7 +22,6 @@ from common.errors import (
     Exhausted,
     Forbidden,
     Internal,
-    InvalidInput,
     TwinlensError,
     Unauthenticated,
     Unavailable,
@@ -30,7 +29,7 @@ from common.errors import (
 from gateway.config import GatewayConfig
 from gateway.connection import ABORT
 from gateway.dialect import dialect_of
-from gateway.errors import NoRoute, Stalled, TooLarge, headers_of, status_of
+from gateway.errors import Compressed, NoRoute, Stalled, TooLarge, headers_of, status_of
 from gateway.hosts import Hosts
 from gateway.meters import Meters
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
@@ -129,11 +128,6 @@ class RequestMiddleware:
     ) -> None:
         """Lets a request in, and the application answer it for as long as the caller is there."""
         self._check(context, headers)
-        stated = headers.get(b"x-request-id", "")
-        if stated and stated != context.id:
-            raise InvalidInput(
-                "an id has 1 to 128 printable ASCII characters", reason="ID_TOO_LONG", field="x-request-id"
-            )
         try:
             context.body = await self._body(receive, headers, context.body_lease)
             watcher = asyncio.create_task(_end_on_disconnect(receive, context))
@@ -159,6 +153,9 @@ class RequestMiddleware:
             raise Unavailable("the gateway stops", reason="STOPPING")
         if self.open_requests > self._config.max_requests:
             raise Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS")
+        if headers.get(b"content-encoding", "identity").lower() not in ("", "identity"):
+            why = "a body is taken as it is, without an encoding"
+            raise Compressed(why, reason="ENCODING_NOT_SERVED", field="content-encoding")
 
     def _check_host(self, headers: dict[bytes, str]) -> None:
         if not self._hosts.allow(headers.get(b"host", "")):
