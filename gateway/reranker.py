@@ -25,7 +25,7 @@ _INSTRUCTION: Final = "Given a search query, retrieve relevant candidates that a
 """What Qwen3-VL-Reranker was taught to be asked, and what it is told where a caller says nothing else."""
 _NOTHING: Final = "NULL"
 """What stands for a query or document that is empty."""
-_ORDER: Final = ("video_url", "image_url")
+_RANK: Final = {"video_url": 0, "video": 0, "image_url": 1, "image": 1}
 """Kinds of parts that stand before all others, in this order."""
 _CERTAIN: Final = 100.0
 """Makes a token the answer, so that it is told how likely it was: scores are of the model's own distribution."""
@@ -130,8 +130,7 @@ def _parts(document: Document, at: str) -> Iterable[tuple[Part, str]]:
     if isinstance(document.content, str):
         return [(_text(document.content), f"{at}.content")]
     parts = [(part, f"{at}.content[{number}]") for number, part in enumerate(document.content)]
-    rank = {kind: place for place, kind in enumerate(_ORDER)}
-    return sorted(parts, key=lambda each: rank.get(each[0].type, len(rank))) or [(_text(_NOTHING), at)]
+    return sorted(parts, key=lambda each: _RANK.get(each[0].type, len(_RANK))) or [(_text(_NOTHING), at)]
 
 
 def _text(words: str) -> TextPart:

@@ -52,6 +52,16 @@ def png_chunks(data: bytes) -> Iterator[bytes]:
         at += 12 + int.from_bytes(data[at : at + 4], "big")
 
 
+def png_end(data: bytes, begin: int, count: PartCount) -> int:
+    """Where the PNG ends that begins there, whose chunks are counted; behind the data where it is cut off."""
+    at, kind = begin + 8, b""
+    while kind != b"IEND" and at < len(data):
+        count.add()
+        kind = data[at + 4 : at + 8]
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+    return at if kind == b"IEND" else len(data) + 1
+
+
 def _check_png(data: bytes, count: PartCount) -> None:
     for kind in png_chunks(data):
         count.add(_WEIGHT if kind in _PACKED else 1)

@@ -81,7 +81,12 @@ VIDEOS: Final[dict[str, Format]] = {
         "video/vnd.avi",
     ),
     "FLV": _format(lambda head: head.startswith(b"FLV\x01") and head[5:9] == b"\x00\x00\x00\x09", "video/x-flv"),
-    "MJPEG": _format(lambda head: head.startswith(b"\xff\xd8\xff"), "video/jpeg", "video/x-motion-jpeg", "video/mjpeg"),
+    "FRAMES": _format(
+        lambda head: any(IMAGES[name].fits(head) for name in ("JPEG", "PNG", "WEBP")),
+        "video/jpeg",
+        "video/x-motion-jpeg",
+        "video/mjpeg",
+    ),
     "MPEGTS": _format(lambda head: len(head) > 376 and head[0] == head[188] == head[376] == 0x47, "video/mp2t"),
 }
 
@@ -114,7 +119,7 @@ _TITLES = {
     "OGG": "Ogg",
     "MATROSKA": "Matroska/WebM",
     "MPEGTS": "MPEG-TS",
-    "MJPEG": "Motion JPEG",
+    "FRAMES": "pictures as frames",
 }
 """How formats are written, where not by their keys."""
 _NOUNS = {"image": "an image", "video": "a video"}

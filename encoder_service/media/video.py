@@ -15,7 +15,7 @@ from encoder_service.item import Inspection
 from encoder_service.media import timed_video, transport_stream
 from encoder_service.media.container import check_parts, is_whole
 from encoder_service.media.image import ImageFile
-from encoder_service.media.jpeg_frames import JpegFrames
+from encoder_service.media.listed_frames import ListedFrames
 from encoder_service.media.messages import DecoderSettings
 from encoder_service.media.pyav import av
 from encoder_service.media.sniff import VIDEOS, format_of
@@ -71,7 +71,7 @@ class VideoFile:
     """A video's file in the decode process (`__main__.OpenFile`)."""
 
     def __init__(self, data: bytes, settings: DecoderSettings) -> None:
-        self._listed = JpegFrames(data, settings.bounds) if format_of(data[:512], VIDEOS) == "MJPEG" else None
+        self._listed = ListedFrames(data, settings.bounds) if format_of(data[:512], VIDEOS) == "FRAMES" else None
         if self._listed is None:
             self._reader = open_reader(data, settings.threads, settings.bounds.video_chunks)
 

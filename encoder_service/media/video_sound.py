@@ -22,7 +22,7 @@ class SoundingVideoFile:
         self._video = VideoFile(data, settings)
         self._track: Inspection | None = None
         self.samples = np.empty(0, np.float32)
-        if format_of(data[:512], VIDEOS) != "MJPEG" and (found := read_track(data, settings.bounds)):
+        if format_of(data[:512], VIDEOS) != "FRAMES" and (found := read_track(data, settings.bounds)):
             self._track, self.samples = found
 
     @staticmethod

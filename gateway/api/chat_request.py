@@ -65,7 +65,7 @@ class MediaPart(Cached):
     def _address_alone(cls, data: Any) -> Any:
         """Some clients write an address as it is."""
         kind = data.get("type") if isinstance(data, dict) else None
-        if kind in ("image_url", "video_url", "audio_url") and isinstance(address := data.get(kind), str):
+        if kind in ("image_url", "video_url", "audio_url") and isinstance(address := data.get(kind), str | list):
             return {**data, kind: {"url": address}}
         return data
 
@@ -93,10 +93,14 @@ class ImagePart(MediaPart):
     image_url: ImageUrl | None = None
 
 
-class VideoUrl(Model):
-    """A video's address."""
+Frames = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
+"""Addresses of a video's frames, each a picture."""
 
-    url: str
+
+class VideoUrl(Model):
+    """A video's address, or those of its frames."""
+
+    url: Annotated[Annotated[str, Tag("$text")] | Annotated[Frames, Tag("$list")], Discriminator(text_or_list)]
 
 
 class VideoPart(MediaPart):
@@ -104,6 +108,43 @@ class VideoPart(MediaPart):
 
     type: Literal["video_url"]
     video_url: VideoUrl | None = None
+
+
+class QwenImagePart(MediaPart):
+    """A picture, as messages of Qwen's own tools have one."""
+
+    type: Literal["image"]
+    image: str | None = None
+    min_pixels: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    max_pixels: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+
+
+class QwenVideoPart(MediaPart):
+    """A video, likewise; of a list of frames so many were taken in a second (`fps` or `sample_fps`), of another so many
+    are to be (`fps`)."""
+
+    type: Literal["video"]
+    video: (
+        Annotated[Annotated[str, Tag("$text")] | Annotated[Frames, Tag("$list")], Discriminator(text_or_list)] | None
+    ) = None
+    fps: float | None = None
+    sample_fps: float | None = None
+    max_frames: Int | None = None
+
+    @model_validator(mode="after")
+    def _one_word_for_the_rate(self) -> QwenVideoPart:
+        if self.sample_fps is not None and not isinstance(self.video, list):
+            raise ValueError("sample_fps goes with a list of frames")
+        if None not in (given := (self.fps, self.sample_fps)) and given[0] != given[1]:
+            raise ValueError("fps and sample_fps of a list of frames are one thing, and say two")
+        return self
+
+
+class QwenAudioPart(MediaPart):
+    """A clip, likewise."""
+
+    type: Literal["audio"]
+    audio: str | None = None
 
 
 class Audio(Model):
@@ -141,7 +182,10 @@ Part = Annotated[
     | Annotated[ImagePart, Tag("$image_url")]
     | Annotated[VideoPart, Tag("$video_url")]
     | Annotated[AudioPart, Tag("$input_audio")]
-    | Annotated[AudioUrlPart, Tag("$audio_url")],
+    | Annotated[AudioUrlPart, Tag("$audio_url")]
+    | Annotated[QwenImagePart, Tag("$image")]
+    | Annotated[QwenVideoPart, Tag("$video")]
+    | Annotated[QwenAudioPart, Tag("$audio")],
     Discriminator(kind_of),
 ]
 Parts = Annotated[list[Part], Field(max_length=4096, fail_fast=True)]

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common.errors import InvalidInput
 from common.media import data_url
-from gateway.api.chat_request import ChatRequest, Message, Part, RefusalPart, TemplateSettings, TextPart
+from gateway.api.chat_request import (
+    ChatRequest,
+    ImagePart,
+    Message,
+    Part,
+    QwenImagePart,
+    QwenVideoPart,
+    RefusalPart,
+    TemplateSettings,
+    TextPart,
+    VideoPart,
+)
 from gateway.api.fields import MediaSettings
 from gateway.convert.prompt_inputs import generate_request
 from gateway.convert.sampling_params import json_of, sampling, set_form, set_response_format
@@ -22,6 +33,9 @@ _MODALITIES = {
     "video_url": media_pb2.MODALITY_VIDEO,
     "audio_url": media_pb2.MODALITY_AUDIO,
     "input_audio": media_pb2.MODALITY_AUDIO,
+    "image": media_pb2.MODALITY_IMAGE,
+    "video": media_pb2.MODALITY_VIDEO,
+    "audio": media_pb2.MODALITY_AUDIO,
 }
 
 
@@ -109,11 +123,18 @@ def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
         key = bytes.fromhex(part.uuid or "")
         return llm_pb2.ChatPart(media=media_pb2.Media(modality=_MODALITIES[part.type], key=key))
     media = _media(part, field)
-    if part.type == "image_url":
-        low = _LOW_DETAIL_PIXELS if part.image_url and part.image_url.detail == "low" else None
-        _set_options(media, min_pixels=settings.min_pixels, max_pixels=low or settings.max_pixels)
-    elif part.type == "video_url":
-        _set_options(media, **settings.of_videos)
+    pixels = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
+    match part:
+        case ImagePart():
+            low = part.image_url is not None and part.image_url.detail == "low"
+            _set_options(media, **(pixels | {"max_pixels": _LOW_DETAIL_PIXELS} if low else pixels))
+        case QwenImagePart():
+            _set_options(media, **(pixels | part.model_dump(include=set(pixels), exclude_none=True)))
+        case VideoPart():
+            _set_options(media, **settings.of_videos)
+        case QwenVideoPart():
+            own = {"fps": part.fps or part.sample_fps, "max_frames": part.max_frames}
+            _set_options(media, **(settings.of_videos | {name: each for name, each in own.items() if each is not None}))
     return llm_pb2.ChatPart(media=media)
 
 
@@ -123,11 +144,24 @@ def _media(part: Any, field: str) -> media_pb2.Media:
     modality = _MODALITIES[part.type]
     if part.type == "input_audio":
         return media_pb2.Media(modality=modality, data=data_url.decode_body(part.input_audio.data, field))
-    url = getattr(part, part.type).url
+    address = getattr(part, part.type)
+    url = address if isinstance(address, str | list) else address.url
+    if isinstance(url, list):
+        return media_pb2.Media(modality=modality, data=b"".join(_frames(url, f"{field}.{part.type}")))
     if data_url.is_data(url):
         content, _ = data_url.decode(url, field)
         return media_pb2.Media(modality=modality, data=content)
     return media_pb2.Media(modality=modality, url=url)
+
+
+def _frames(addresses: Sequence[str], field: str) -> Iterator[bytes]:
+    """The pictures of a list of frames. Raises InvalidInput for one that would have to be fetched."""
+    for number, address in enumerate(addresses):
+        place = f"{field}[{number}]"
+        if not data_url.is_data(address):
+            why = "frames of a video are pictures in data addresses: no other is fetched"
+            raise InvalidInput(why, reason="FIELD_NOT_SERVED", field=place)
+        yield data_url.decode(address, place)[0]
 
 
 def _set_options(media: media_pb2.Media, **options: Any) -> None:

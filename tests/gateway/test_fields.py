@@ -328,7 +328,63 @@ def test_content_that_comes_in_base64_goes_on_as_it_is(
     assert (refused["code"], refused["param"]) == ("BAD_BASE64", "messages[0].content[0]")
 
 
-@pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url", "input_audio"])
+def medium(door: Scripted, part: dict[str, Any], **fields: Any) -> v1.Media:
+    """What the LLM service is asked of a part."""
+    outcome = post(door, messages=[{"role": "user", "content": [part]}], **fields)
+    assert outcome.status == 200, outcome.body
+    return outcome.asked.chat.messages[0].parts[0].media
+
+
+SENT = [f"data:image/png;base64,{base64.b64encode(each).decode()}" for each in (b"one", b"two")]
+AT = "https://example.org/a"
+
+
+def test_parts_as_qwen_s_own_tools_write_them_are_the_same_as_others(door: Scripted) -> None:
+    for kind in ("image", "video", "audio"):
+        for address in (SENT[0], AT):
+            assert medium(door, {"type": kind, kind: address}) == medium(
+                door, {"type": f"{kind}_url", f"{kind}_url": {"url": address}}
+            )
+    pixels = {"min_pixels": 64, "max_pixels": 4096}
+    picture = {"type": "image", "image": AT, "max_pixels": 512}
+    assert medium(door, picture, mm_processor_kwargs=pixels).options == v1.MediaOptions(min_pixels=64, max_pixels=512)
+    clip = {"type": "video", "video": AT, "fps": 1.0, "max_frames": 8}
+    settings = {"fps": 4.0, "max_pixels": 4096}
+    expected = v1.MediaOptions(fps=1, max_frames=8, max_pixels=4096)
+    assert medium(door, clip, mm_processor_kwargs=settings).options == expected
+
+
+@pytest.mark.parametrize("rate", [{"fps": 4.0}, {"sample_fps": 4.0}, {"fps": 4.0, "sample_fps": 4.0}])
+def test_a_list_of_frames_is_one_video(door: Scripted, rate: dict[str, float]) -> None:
+    asked = medium(door, {"type": "video", "video": SENT, **rate})
+    assert (asked.modality, asked.data, asked.options) == (v1.MODALITY_VIDEO, b"onetwo", v1.MediaOptions(fps=4))
+    for listed in (SENT, {"url": SENT}):
+        asked = medium(door, {"type": "video_url", "video_url": listed})
+        assert (asked.modality, asked.data) == (v1.MODALITY_VIDEO, b"onetwo")
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "param"),
+    [
+        ({"video": [SENT[0], AT]}, "FIELD_NOT_SERVED", ".video[1]"),
+        ({"video": [SENT[0], "data:image/png;base64,?"]}, "BAD_BASE64", ".video[1]"),
+        ({"video": []}, "BAD_FIELD", ".video"),
+        ({"video": [b"x".hex()] * 10_001}, "BAD_FIELD", ".video"),
+        ({"video": AT, "sample_fps": 2.0}, "BAD_FIELD", ""),
+        ({"video": SENT, "fps": 1.0, "sample_fps": 2.0}, "BAD_FIELD", ""),
+        ({"video": SENT, "nframes": 4}, "FIELD_NOT_SERVED", ".nframes"),
+        ({"video": SENT, "max_pixels": 4096}, "FIELD_NOT_SERVED", ".max_pixels"),
+        ({}, "BAD_FIELD", ""),
+    ],
+    ids=["an address", "no base64", "none", "a flood", "of a file", "two rates", "nframes", "max_pixels", "nothing"],
+)
+def test_what_is_no_video_of_qwen_s_is_refused(door: Scripted, part: dict[str, Any], code: str, param: str) -> None:
+    outcome = post(door, messages=[{"role": "user", "content": [{"type": "video", **part}]}])
+    error = outcome.body["error"]
+    assert (outcome.status, error["code"], error["param"]) == (400, code, f"messages[0].content[0]{param}")
+
+
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url", "input_audio", "image", "video", "audio"])
 def test_a_medium_is_named_by_its_uuid_alone(door: Scripted, kind: str) -> None:
     part = {"type": kind, kind: None, "uuid": "0f" * 32}
     settings = {"max_pixels": 4096}

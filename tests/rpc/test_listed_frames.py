@@ -29,6 +29,15 @@ def test_rows_and_header_are_those_of_decoded_frames(client: Client, options: di
     assert np.array_equal(listed.rows, decoded.rows)
 
 
+def test_frames_may_be_pictures_without_loss(client: Client) -> None:
+    raw = pictures.frames(5)
+    listed, decoded = client.encode(
+        sent(b"".join(pictures.encoded(Image.fromarray(each)) for each in raw)), film(np.stack(list(raw)))
+    )
+    assert list(listed.header.timestamps) == list(decoded.header.timestamps)
+    assert np.array_equal(listed.rows, decoded.rows)
+
+
 def test_an_address_with_commas_is_such_a_list(qwen3: Pair) -> None:
     given = [
         answer(qwen3.text, asked(user(video(each) if isinstance(each, str) else each, "What moves?"), greedy()))

@@ -1,4 +1,4 @@
-"""Videos that are lists of pictures, one JPEG behind the other (Motion JPEG), as `data:video/jpeg` addresses have them:
+"""Videos that are lists of pictures, one JPEG, PNG or WebP behind the other, as `data:video/jpeg` addresses have them:
 whoever has chosen the frames of a video sends these alone."""
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from encoder_service.item import LISTED_FPS, Inspection
 from encoder_service.media import chunks, image
 from encoder_service.media.complexity import PartCount
 from encoder_service.media.messages import Bounds
+from encoder_service.media.sniff import IMAGES, format_of
 
-_BEGIN: Final = b"\xff\xd8\xff"
 _END_BYTES: Final = 2
+"""Of the mark that ends a JPEG."""
+_HEAD: Final = 16
+"""Bytes by which a picture's format is told."""
 
 
-class JpegFrames:
+class ListedFrames:
     """Its frames, which are read one by one. Raises ValueError where there is something else between them, or the last
     one has no end, and TooComplex."""
 
@@ -27,9 +30,7 @@ class JpegFrames:
         count, at = PartCount(bounds.video_chunks), 0
         while at < len(data):
             count.add()
-            if not data.startswith(_BEGIN, at):
-                raise ValueError("between two frames is something else")
-            end = chunks.read_jpeg(data, bounds, at).end + _END_BYTES
+            end = _end(data, at, bounds, count)
             if end > len(data):
                 raise ValueError("the last frame is cut off")
             self._places.append((at, end))
@@ -52,3 +53,16 @@ class JpegFrames:
     def _frame(self, number: int) -> bytes:
         begin, end = self._places[number]
         return self._data[begin:end]
+
+
+def _end(data: bytes, begin: int, bounds: Bounds, count: PartCount) -> int:
+    """Where the picture ends that begins there."""
+    match format_of(data[begin : begin + _HEAD], IMAGES):
+        case "JPEG":
+            return chunks.read_jpeg(data, bounds, begin).end + _END_BYTES
+        case "PNG":
+            return chunks.png_end(data, begin, count)
+        case "WEBP":  # RIFF: four signs, the length of what follows, and that, with a byte more where it is odd
+            size = int.from_bytes(data[begin + 4 : begin + 8], "little")
+            return begin + 8 + size + size % 2
+    raise ValueError("between two frames is something else")
