@@ -242,6 +242,14 @@ class ResumedChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class Truncation:
+    """The most tokens of a prompt; of a longer one the last are kept, or the first where its `end` is cut off."""
+
+    tokens: int
+    end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A validated request. `deadline` is on the monotonic clock, None where the caller set none. `peer` is the
     connection that it came by, which tells callers apart where no salt does. It may outlive `max_handovers` engines.
@@ -269,6 +277,7 @@ class Request:
     adapter: LoadedAdapter | None = None
     transcription: Transcription | None = None
     pooling: Pooling | None = None
+    truncation: Truncation | None = None
 
     @property
     def prefix_space(self) -> str:

@@ -158,6 +158,8 @@ def generate_request(
     return_prompt_token_ids: bool = False,
     resume: Sequence[ResumedChoice] = (),
     max_handovers: int | None = None,
+    truncate_prompt_tokens: int | None = None,
+    truncate_end: bool = False,
 ) -> GenerateRequest:
     """The request for a prompt. The names are `GenerateRequest`'s; a default leaves its field unset. `tools`,
     `thinking`, `reasoning_effort`, `continue_final_message`, `calls_or_form`, `thinks_before_form` and
@@ -172,6 +174,8 @@ def generate_request(
         resume=resume,
         max_handovers=max_handovers,
         return_prompt_token_ids=return_prompt_token_ids,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        truncate_end=truncate_end,
     )
     of_answer = continue_final_message, calls_or_form, thinks_before_form
     of_template = any((tools, reasoning_effort, template_variables, thinking is not None, *of_answer))
@@ -210,6 +214,8 @@ def embed_request(
     cache_salt: str = "",
     priority: int = 0,
     max_handovers: int | None = None,
+    truncate_prompt_tokens: int | None = None,
+    truncate_end: bool = False,
 ) -> EmbedRequest:
     """The request for a prompt's embedding. The names are `EmbedRequest`'s; a default leaves its field unset. Raises
     ValueError for a sound whose words are wanted: that is no prompt to embed."""
@@ -220,6 +226,8 @@ def embed_request(
         cache_salt=cache_salt,
         priority=priority,
         max_handovers=max_handovers,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        truncate_end=truncate_end,
     )
     match prompt:
         case TextInput():

@@ -52,6 +52,12 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
+    def _repeats_a_whole_prompt(self) -> CompletionRequest:
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise ValueError("a prompt that is truncated is not repeated: echo goes without truncate_prompt_tokens")
+        return self
+
+    @model_validator(mode="after")
     def _one_number_for_the_logprobs_of_a_prompt(self) -> CompletionRequest:
         if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
             raise ValueError("with echo logprobs are the prompt's as well, and prompt_logprobs say another number")
@@ -213,6 +219,7 @@ class Completions:
                 params,
                 prompt_inputs.name_of(context.id, number, len(prompts)),
                 return_prompt_token_ids=with_ids,
+                **asked.truncation("left"),
                 **prompt,
             )
             for number, prompt in enumerate(prompts)

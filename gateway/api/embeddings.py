@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from common.errors import InvalidInput, TwinlensError
 from gateway.api.chat_request import Message, TemplateSettings
-from gateway.api.fields import Count, Int, MediaSettings, Model, Prompt
+from gateway.api.fields import Count, Int, MediaSettings, Prompt, TruncationFields
 from gateway.convert import answers, conversation, prompt_inputs
 from gateway.embedding_calls import EmbeddingCalls
 from gateway.prompt_turns import PromptTurns
@@ -33,7 +33,7 @@ def _depth(value: Any) -> str:
     return "$several" if isinstance(value, list) and value and isinstance(value[0], list) else "$one"
 
 
-class EmbeddingRequest(Model):
+class EmbeddingRequest(TruncationFields):
     """The body of a request."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -166,6 +166,7 @@ def _message(asked: EmbeddingRequest, name: str, prompt: dict[str, Any]) -> llm_
         cache_salt=asked.cache_salt or "",
         priority=asked.priority or 0,
         max_handovers=asked.max_handovers,
+        **asked.truncation("right"),
         **prompt,
     )
 

@@ -170,7 +170,21 @@ class ResponseFormat(Model):
     json_schema: JsonSchema | None = None
 
 
-class SamplingFields(RequestFields):
+class TruncationFields(Model):
+    """vLLM's way to say how long a prompt may be, and where it is cut."""
+
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    def truncation(self, side: Literal["left", "right"]) -> dict[str, Any]:
+        """As the contract has it; where nothing is said, this side is cut off."""
+        if self.truncate_prompt_tokens is None:
+            return {}
+        end = (self.truncation_side or side) == "right"
+        return {"truncate_prompt_tokens": self.truncate_prompt_tokens, "truncate_end": end}
+
+
+class SamplingFields(RequestFields, TruncationFields):
     """When an answer ends besides, and what form it has; and what vLLM's users add to a request."""
 
     n: Int | None = None

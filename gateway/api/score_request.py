@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.api import chat_request
-from gateway.api.fields import Count, Int, MediaSettings, Model
+from gateway.api.fields import Count, Int, MediaSettings, Model, TruncationFields
 
 
 class TextDocument(Model):
@@ -49,7 +49,7 @@ OneOrMore = Annotated[
 ]
 
 
-class ScoringFields(Model):
+class ScoringFields(TruncationFields):
     """What both may say."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"max_tokens_per_doc": (0,)}

@@ -90,6 +90,9 @@ class Scores:
         """A score for each of the second side, and the tokens of all of them. Raises TwinlensError."""
         info = self._services.about(self._services.name(asked.model))
         if info is not None and info.HasField("reranker"):
+            if asked.truncate_prompt_tokens is not None:
+                why = "a reranker's prompt is not cut: it ends with the question"
+                raise InvalidInput(why, reason="FIELD_NOT_SERVED", field="truncate_prompt_tokens")
             return await self._judged(asked, context, sides, info.reranker)
         if asked.instruction is not None:
             why = "no reranker is served by that name, and embeddings are told no instruction"
@@ -164,6 +167,7 @@ def _embed_request(asked: ScoringFields, name: str, at: str, document: Document)
         cache_salt=asked.cache_salt or "",
         priority=asked.priority or 0,
         max_handovers=asked.max_handovers,
+        **asked.truncation("right"),
     )
     if isinstance(document, ContentDocument):
         message = chat_request.Message(role="user", content=document.content)

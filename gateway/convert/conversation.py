@@ -113,7 +113,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     constrained = params.WhichOneof("structured") is not None
     chat.thinks_before_form = constrained and not (silent or chat.continue_final_message)
     given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
-    return generate_request(asked, params, request_id, chat=chat, **given)
+    return generate_request(asked, params, request_id, chat=chat, **given, **asked.truncation("left"))
 
 
 def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:

@@ -31,6 +31,7 @@ from llm_service.request import (
     SoundLength,
     TextPrompt,
     TokenPrompt,
+    Truncation,
 )
 from llm_service.token_ids import check_token_ids
 from llm_service.transcriber import Transcriber
@@ -79,6 +80,7 @@ class RequestReader:
         prompt, media = self._input(message, context)
         transcribes = message.WhichOneof("input") == "transcription"
         sampling = self._sampling.read(message.sampling, context)
+        limited = message.sampling.HasField("max_tokens")
         return Request(
             id=message.request_id,
             prompt=prompt,
@@ -101,6 +103,7 @@ class RequestReader:
             max_handovers=self._max_handovers(message),
             adapter=adapter or self._own_adapter({item.modality for item in media}),
             transcription=self._transcriber.asked if transcribes else None,
+            truncation=_truncation(message, context - (sampling.max_tokens if limited else 1)),
         )
 
     def read_embed(
@@ -123,6 +126,7 @@ class RequestReader:
             max_handovers=self._max_handovers(message),
             adapter=adapter or self._own_adapter({item.modality for item in media}),
             pooling=pooling,
+            truncation=_truncation(message, context),
         )
 
     def read_prefill(
@@ -197,7 +201,8 @@ class RequestReader:
                 prompt = TextPrompt(message.text.prompt, message.text.bare)
                 media = self._media_list(message.text.media, "text.media")
             case "tokens":
-                check_length(len(message.tokens.ids), context, "tokens.ids", answered=answered)
+                if not message.HasField("truncate_prompt_tokens"):
+                    check_length(len(message.tokens.ids), context, "tokens.ids", answered=answered)
                 prompt = TokenPrompt(tuple(message.tokens.ids))
                 media = self._media_list(message.tokens.media, "tokens.media")
             case "transcription":
@@ -301,6 +306,16 @@ class RequestReader:
 
     def _check_text(self, texts: Iterable[str], field: str) -> None:
         check_bytes(texts, self._config.max_prompt_bytes, field)
+
+
+def _truncation(message: llm_pb2.GenerateRequest | llm_pb2.EmbedRequest, most: int) -> Truncation | None:
+    """How a prompt is cut, where the context leaves room for so many tokens at `most`."""
+    if not message.HasField("truncate_prompt_tokens"):
+        return None
+    if (tokens := message.truncate_prompt_tokens) < 1 and tokens != -1:
+        why = "truncate_prompt_tokens must be at least 1, or -1"
+        raise InvalidInput(why, reason="OUT_OF_RANGE", field="truncate_prompt_tokens")
+    return Truncation(max(1, most) if tokens == -1 else tokens, message.truncate_end)
 
 
 def _resumed(

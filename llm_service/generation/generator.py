@@ -180,6 +180,9 @@ class Generator:
         async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")
             layout = await self._layout(pieces, headers_of(fetches), short=short)
+            if request.truncation is not None and len(layout.ids) > request.truncation.tokens:
+                layout = await _computed(self._prompts.truncated, layout, request.truncation, at_once=short)
+                pieces = [] if layout.spans else [layout.ids]  # as if a caller had cut it
             self._check_length(request, layout)
             counting = request, layout, choices
             thinking = await _computed(self._constraints.count_reasoning, *counting, at_once=not request.resume)
@@ -247,12 +250,12 @@ class Generator:
         identities: Sequence[bytes],
     ) -> set[int]:
         """The items whose spans are probably in the prefix cache: of a prompt that is computed elsewhere, once its
-        blocks are here."""
+        blocks are here. That goes by its pieces."""
         if _is_computed_whole(request):
             return set()
         covered = self._prefixes.covered(layout, request.prefix_space)
         asked_to = isinstance(request.prompt, PiecesPrompt)  # by another service: it may be one of those
-        answers = request.pooling is None and not asked_to
+        answers = request.pooling is None and bool(pieces) and not asked_to
         if self.prefills is not None and (size := self._engine.prefix_block) and answers:
             keys = [header.key for header in headers_of(fetches)]
             here = await self.prefills.bring(request, pieces, keys, _reusable(identities, layout, size))

@@ -40,6 +40,7 @@ from llm_service.request import (
     ThinkingBound,
     TokenPrompt,
     Trigger,
+    Truncation,
 )
 from llm_service.token_ids import check_token_ids
 
@@ -248,6 +249,31 @@ class PromptBuilder:
             elif isinstance(piece, MediaSlot):
                 self._place(piece, headers[piece.item], ids, spans)
         ids.extend(self._tokenize(text, first=first) if text else ())
+        return self._placed(ids, spans)
+
+    def truncated(self, layout: PromptLayout, truncation: Truncation) -> PromptLayout:
+        """A prompt without what is too much of it; what the tokenizer puts before and behind a text stays where it is.
+        Raises InvalidInput where that would take a part of an item."""
+        ids, too_many = layout.ids, len(layout.ids) - truncation.tokens
+        if too_many <= 0:
+            return layout
+        head, tail = len(self._first), len(self._last)
+        head = head if ids[:head] == self._first and head < truncation.tokens else 0
+        tail = tail if truncation.end and ids[len(ids) - tail :] == self._last and tail < truncation.tokens else 0
+        begin = len(ids) - tail - too_many if truncation.end else head
+        end = begin + too_many
+        if any(span.end > begin if truncation.end else span.start < end for span in layout.spans):
+            why = "a prompt is not cut within its media, or between them"
+            raise InvalidInput(why, reason="CUTS_MEDIA", field="truncate_prompt_tokens")
+        spans = layout.spans
+        if not truncation.end:
+            spans = [
+                replace(span, runs=tuple(replace(run, start=run.start - too_many) for run in span.runs))
+                for span in spans
+            ]
+        return self._placed([*ids[:begin], *ids[end:]], spans)
+
+    def _placed(self, ids: list[int], spans: list[Span]) -> PromptLayout:
         where, mrope_delta = positions(ids, spans, self._media_layout)
         spans = [replace(span, runs=tuple(run for run in span.runs if run.count)) for span in spans]
         longest = 0
@@ -400,6 +426,10 @@ class PromptBuilder:
 
     def _ids(self, pieces: Sequence[Piece]) -> list[int]:
         return self.layout(pieces, []).ids
+
+
+def _moved(span: Span, by: int) -> Span:
+    return replace(span, runs=tuple(replace(run, start=run.start + by) for run in span.runs))
 
 
 class PlainTokenizer:

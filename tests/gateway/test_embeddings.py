@@ -125,6 +125,16 @@ def test_settings_of_media_and_templates_go_with_messages(script: Scripted) -> N
         assert refused(script, input="x", **{name: value}) == ("BAD_FIELD", None)
 
 
+@pytest.mark.parametrize(("side", "end"), [(None, True), ("right", True), ("left", False)])
+def test_prompts_are_cut_at_their_ends_unless_the_caller_says_otherwise(
+    script: Scripted, side: str | None, end: bool
+) -> None:
+    _, _, (asked,) = post(script, input="x", truncate_prompt_tokens=5, truncation_side=side)
+    assert (asked.truncate_prompt_tokens, asked.truncate_end) == (5, end)
+    _, _, (asked,) = post(script, input="x", truncation_side=side)
+    assert (asked.HasField("truncate_prompt_tokens"), asked.truncate_end) == (False, False)
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
@@ -136,8 +146,8 @@ def test_settings_of_media_and_templates_go_with_messages(script: Scripted) -> N
         ({"messages": []}, "BAD_FIELD", "messages"),
         ({"input": [[5], "x"]}, "BAD_FIELD", "input[1]"),
         ({"input": "x", "encoding_format": "hex"}, "BAD_FIELD", "encoding_format"),
-        ({"input": "x", "truncate_prompt_tokens": 5}, "FIELD_NOT_SERVED", "truncate_prompt_tokens"),
-        ({"input": "x", "truncate_prompt_tokens": -1}, "FIELD_NOT_SERVED", "truncate_prompt_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": "5"}, "BAD_FIELD", "truncate_prompt_tokens"),
+        ({"input": "x", "truncation_side": "end"}, "BAD_FIELD", "truncation_side"),
         ({"input": "x", "normalize": True}, "FIELD_NOT_SERVED", "normalize"),
         ({"input": "x", "stream": True}, "FIELD_NOT_SERVED", "stream"),
         ({"messages": [said("x")], "continue_final_message": True}, "BAD_FIELD", "continue_final_message"),

@@ -80,6 +80,7 @@ SAMPLES: dict[str, Any] = {
     "ebnf": 'root ::= "a"',
     "guided_grammar": "start: 'a'",
     "structured_outputs": {"regex": "a"},
+    "truncate_prompt_tokens": 5,
     "cache_salt": "mine",
     "priority": 3,
     "max_handovers": 0,
@@ -95,6 +96,7 @@ IN_THE_ANSWER = {
 """Served by what comes back, not by what the LLM service is asked."""
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 TOGETHER: dict[str, dict[str, Any]] = {
+    "truncation_side": {"truncate_prompt_tokens": 5, "truncation_side": "right"},
     "top_logprobs": {"logprobs": True, "top_logprobs": 3},
     "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
     "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},

@@ -153,6 +153,11 @@ def test_media_stand_before_texts_and_nothing_has_a_name(script: Scripted) -> No
     assert (request.cache_salt, request.priority, request.max_handovers) == ("mine", 3, 0)
 
 
+def test_a_reranker_s_prompt_is_not_cut(script: Scripted) -> None:
+    error = script.post(RERANK, {"query": "x", "documents": ["y"], "truncate_prompt_tokens": 5}).error
+    assert (error["code"], error["param"]) == ("FIELD_NOT_SERVED", "truncate_prompt_tokens")
+
+
 def test_another_model_is_told_no_instruction() -> None:
     with scripted() as door:
         reply = door.post(RERANK, {"query": "x", "documents": ["y"], "instruction": "z"})

@@ -83,6 +83,7 @@ def test_pairs_are_scored_in_order(door: Trio, expected: tuple[list[float], int]
 def test_settings_of_media_and_tenants_reach_the_llm_service(script: Scripted) -> None:
     script.llm.to_embed.clear()
     fields = {"cache_salt": "mine", "priority": 3, "max_handovers": 0, "mm_processor_kwargs": {"max_pixels": 4096}}
+    fields["truncate_prompt_tokens"] = 5
     told = answered(script.post(RERANK, {"query": {"content": [image()]}, "documents": ["x"], **fields}))
     assert [each["relevance_score"] for each in told["results"]] == pytest.approx([1.0])
     one, other = sorted(script.llm.to_embed, key=lambda each: each.WhichOneof("input") or "")
@@ -90,6 +91,7 @@ def test_settings_of_media_and_tenants_reach_the_llm_service(script: Scripted) -
     assert one.chat.messages[0].parts[0].media.options.max_pixels == 4096
     for each in (one, other):
         assert (each.cache_salt, each.priority, each.max_handovers) == ("mine", 3, 0)
+        assert (each.truncate_prompt_tokens, each.truncate_end) == (5, True)
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str, str | None]] = {

@@ -28,7 +28,16 @@ from llm_service.families.hf import hf_family
 from llm_service.model_config.served import ServedModel
 from llm_service.prompt.builder import PlainTokenizer, PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
-from llm_service.request import ChatPrompt, MediaItem, Message, PiecesPrompt, PromptLayout, TextPrompt, TokenPrompt
+from llm_service.request import (
+    ChatPrompt,
+    MediaItem,
+    Message,
+    PiecesPrompt,
+    PromptLayout,
+    TextPrompt,
+    TokenPrompt,
+    Truncation,
+)
 from tests.checkpoints import SPECIAL_IDS, VOCABULARY
 from tests.waiting import until
 
@@ -373,3 +382,53 @@ def test_a_prompt_that_another_service_has_cut_is_laid_out_as_there(checkpoint: 
     bare = builder.layout(builder.pieces(TextPrompt("hello there", bare=True), [], closed=True), []).ids
     assert bare == builder.layout(here, []).ids[1:]
     assert builder.layout(there, []).ids == builder.layout(here, []).ids
+
+
+def cut(builder: PromptBuilder, layout: PromptLayout, tokens: int, *, end: bool = False) -> PromptLayout:
+    return builder.truncated(layout, Truncation(tokens, end))
+
+
+def test_a_prompt_that_is_cut_keeps_its_last_tokens_or_its_first(builder: PromptBuilder) -> None:
+    layout = layout_of(builder, chat("one two three four five"))
+    for tokens in (1, 7, len(layout.ids) - 1):
+        assert cut(builder, layout, tokens).ids == layout.ids[-tokens:]
+        assert cut(builder, layout, tokens, end=True).ids == layout.ids[:tokens]
+        again = builder.layout([layout.ids[-tokens:]], [])
+        assert cut(builder, layout, tokens) == again
+    for tokens in (len(layout.ids), 1 << 30):
+        assert cut(builder, layout, tokens) is layout
+
+
+def test_a_cut_takes_no_media(builder: PromptBuilder) -> None:
+    layout = layout_of(builder, chat("left", item(), "right"), header())
+    (span,) = layout.spans
+    before, behind = span.start, len(layout.ids) - span.end
+    kept = cut(builder, layout, len(layout.ids) - before)
+    assert kept.ids == layout.ids[before:]
+    assert [(each.start, each.end) for each in kept.spans] == [(0, span.end - span.start)]
+    by_hand = layout_of(builder, TokenPrompt((IMAGE, *layout.ids[span.end :])), header())
+    assert (kept.positions, kept.mrope_delta) == (by_hand.positions, by_hand.mrope_delta)
+    kept = cut(builder, layout, len(layout.ids) - behind, end=True)
+    assert (kept.ids, kept.spans) == (layout.ids[: span.end], layout.spans)
+    for tokens, end in ((len(layout.ids) - before - 1, False), (behind, False), (span.end - 1, True), (before, True)):
+        with pytest.raises(InvalidInput) as error:
+            cut(builder, layout, tokens, end=end)
+        assert (error.value.reason, error.value.field) == ("CUTS_MEDIA", "truncate_prompt_tokens")
+
+
+def test_what_the_tokenizer_puts_around_a_text_is_not_cut_off(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    text = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    ids = {name: {"id": name, "ids": [SPECIAL_IDS[name]], "tokens": [name]} for name in ("<|im_start|>", "<|im_end|>")}
+    text.append({"SpecialToken": {"id": "<|im_end|>", "type_id": 0}})
+    settings["post_processor"] = {"type": "TemplateProcessing", "single": text, "pair": text, "special_tokens": ids}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    builder = PromptBuilder(Checkpoint(folder))
+    prompt = TextPrompt("one two three")
+    for closed in (False, True):
+        layout = builder.layout(builder.pieces(prompt, [], closed=closed), [])
+        behind = [END] if closed else []
+        words = layout.ids[1 : len(layout.ids) - len(behind)]
+        assert cut(builder, layout, 4 + closed).ids == [START, *words[-3:], *behind]
+        assert cut(builder, layout, 4 + closed, end=True).ids == [START, *words[:3], *behind]
