@@ -96,6 +96,9 @@ class OutputParser:
 
     def begin(self, started: llm_pb2.GenerateStarted) -> None:
         """Before the first text: the marks around the model's reasoning, and whether the text begins inside of it."""
+        if started.reasoning_unread:
+            self._step = self._answer
+            return
         self._marks = (started.reasoning_begin or THINK[0], started.reasoning_end or THINK[1])
         if started.thinking:
             self._step = self._before_reasoning

@@ -30,6 +30,7 @@ _FORMATS: dict[int, ToolFormat] = {
     llm_pb2.TOOL_FORMAT_HUNYUAN: ToolFormat.HUNYUAN,
     llm_pb2.TOOL_FORMAT_PHI: ToolFormat.PHI,
     llm_pb2.TOOL_FORMAT_INTERNLM: ToolFormat.INTERNLM,
+    llm_pb2.TOOL_FORMAT_NONE: ToolFormat.NONE,
 }
 
 

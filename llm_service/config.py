@@ -295,12 +295,12 @@ class LlmConfig(ServerConfig):
     chat_template: str = option("", "file with a chat template (Jinja), in place of the checkpoint's own")
     tool_call_parser: str = option(
         "auto",
-        "how the model writes calls; auto is as its chat template shows",
+        "how the model writes calls; auto is as its chat template shows, and none leaves them in the text",
         choices=("auto", *TOOL_CALL_PARSERS),
     )
     reasoning_parser: str = option(
         "auto",
-        "what stands around the model's reasoning; auto is as its chat template shows",
+        "what stands around the model's reasoning; auto is as its chat template shows, and none leaves it in the text",
         choices=("auto", *REASONING_PARSERS),
     )
     strict_tools: str = option(

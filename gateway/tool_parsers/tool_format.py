@@ -9,7 +9,7 @@ class ToolFormat(Enum):
     """How a model writes its calls."""
 
     NONE = "none"
-    """It may not call, and nothing is looked for."""
+    """It may not call, or its calls are words: nothing is looked for."""
     JSON = "json"
     """`<tool_call>{"name": …, "arguments": …}</tool_call>`, as Qwen and Hermes do."""
     XML = "xml"

@@ -41,6 +41,7 @@ def started(request: Request, event: Begun, template: ChatTemplate) -> llm_pb2.G
         resumed_choices=len(request.resume),
         reasoning_begin=template.reasoning_marks[0],
         reasoning_end=template.reasoning_marks[1],
+        reasoning_unread=not template.reads_reasoning,
         prompt_token_ids=event.layout.ids if request.return_prompt_token_ids else (),
     )
     return llm_pb2.GenerateResponse(started=told)

@@ -41,6 +41,7 @@ _TOOL_FORMATS = {
     ToolFormat.HUNYUAN: llm_pb2.TOOL_FORMAT_HUNYUAN,
     ToolFormat.PHI: llm_pb2.TOOL_FORMAT_PHI,
     ToolFormat.INTERNLM: llm_pb2.TOOL_FORMAT_INTERNLM,
+    ToolFormat.NONE: llm_pb2.TOOL_FORMAT_NONE,
 }
 
 

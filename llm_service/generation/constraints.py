@@ -51,10 +51,12 @@ class Constraints:
     def count_reasoning(self, request: Request, layout: PromptLayout, choices: dict[int, Choice]) -> bool:
         """Has each choice's reasoning counted, where there may be some: not in an answer that has its form from its
         first token on. Whether answers begin with it."""
+        template = self._prompts.template
+        if not template.reads_reasoning:
+            return False
         thinking = self._prompts.ends_in_thinking(layout.ids)
         if request.structure is not None and self._trigger(request, layout) is None:
             return False
-        template = self._prompts.template
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else ()
         call = CallSign.of(template.tool_format, [tool.name for tool in tools])
         for choice in choices.values():

@@ -21,7 +21,7 @@ from llm_service.model_config.served import ServedModel
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
-from llm_service.prompt.output_marks import SHOWN, OutputMarks
+from llm_service.prompt.output_marks import SHOWN, OutputMarks, ToolFormat
 from llm_service.prompt.special_tokens import SpecialTokens
 from llm_service.prompt.strict_calls import calls_or_form, strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
@@ -97,7 +97,8 @@ class PromptBuilder:
         self._media_layout = MediaLayout.of(checkpoint.config, model.family)
 
         begin, self._reasoning_end = self.template.reasoning_marks
-        self._thinking = [self.encode(text, allow_special=True) for text in (begin, f"{begin}\n")]
+        openings = (begin, f"{begin}\n") if self.template.reads_reasoning else ()
+        self._thinking = [self.encode(text, allow_special=True) for text in openings]
 
     def _plain_template(self) -> dict[str, str] | None:
         """What stands for an item in a conversation where a checkpoint need have no template, by modality."""
@@ -178,6 +179,8 @@ class PromptBuilder:
     def form(self, structure: Structure, prompt: Prompt) -> Structure:
         """The form that an answer must have, in whose place it may be calls. Raises InvalidInput."""
         if not isinstance(prompt, ChatPrompt) or not (prompt.calls_or_form and prompt.tools):
+            return structure
+        if self.template.tool_format is ToolFormat.NONE:
             return structure
         return calls_or_form(structure, prompt.tools, self.template, self._added)
 

@@ -15,7 +15,7 @@ from common import tekken
 from common.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from llm_service.prompt.caller_text import CallerTexts, Part, sources
-from llm_service.prompt.output_marks import THINK, OutputMarks, ToolFormat
+from llm_service.prompt.output_marks import THINK, UNREAD, OutputMarks, ToolFormat
 from llm_service.prompt.template_environment import TemplateEnvironment, with_texts
 from llm_service.request import ChatPrompt, MediaItem, Message, ToolDefinition
 
@@ -91,11 +91,14 @@ class ChatTemplate:
         self.knows_effort = bool(re.search(r"\breasoning_effort\b", source))
         self._names = names - _OWN - variables.keys()
         self._defaults = self._known(defaults or {})
-        found = (marks or OutputMarks()).or_else(OutputMarks.of(source))
-        self.never_thinks = found.reasoning is None and not self.knows_thinking
+        shown = OutputMarks.of(source)
+        found = (marks or OutputMarks()).or_else(shown)
+        self.reads_reasoning = found.reasoning != UNREAD
+        written = found.reasoning if self.reads_reasoning else shown.reasoning
+        self.never_thinks = written is None and not self.knows_thinking
         self._reasoning = next((place for place, sign in _REASONING.items() if re.search(sign, source)), None)
         self.knows_reasoning = self._reasoning is not None
-        self.shows_reasoning = found.reasoning is not None
+        self.shows_reasoning = self.reads_reasoning and found.reasoning is not None
         self.reasoning_marks = found.reasoning or THINK
         self.reasons_on_new_line = bool(re.search(r"(?:\\n|\n)" + re.escape(self.reasoning_marks[0]), source))
         self.tool_format = found.tools

@@ -26,6 +26,7 @@ class ToolFormat(Enum):
     HUNYUAN = "HUNYUAN"
     PHI = "PHI"
     INTERNLM = "INTERNLM"
+    NONE = "NONE"
 
 
 _CALLS: Final = {
@@ -61,6 +62,8 @@ AROUND_CALL: Final = {
 """The marks before a call and behind it, of formats in which callers look for JSON there as well."""
 
 THINK: Final = ("<think>", "</think>")
+UNREAD: Final = ("", "")
+"""In the place of marks where reasoning is not told from other words."""
 _REASONING: Final = {
     "[THINK]": ("[THINK]", "[/THINK]"),
     "<|channel>": ("<|channel>thought", "<channel|>"),
@@ -110,6 +113,7 @@ TOOL_CALL_PARSERS: Final[Mapping[str, ToolFormat]] = {
     "jamba": ToolFormat.HUNYUAN,
     "phi4_mini_json": ToolFormat.PHI,
     "internlm": ToolFormat.INTERNLM,
+    "none": ToolFormat.NONE,
 }
 """Formats by names that operators say, which are vLLM's where it has them."""
 REASONING_PARSERS: Final[Mapping[str, tuple[str, str]]] = {
@@ -119,6 +123,7 @@ REASONING_PARSERS: Final[Mapping[str, tuple[str, str]]] = {
     "gemma4": _REASONING["<|channel>"],
     "minimax_m3": _REASONING["<mm:think>"],
     "apertus": _REASONING["<|inner_prefix|>"],
+    "none": UNREAD,
 }
 """Marks of reasoning, likewise."""
 

@@ -17,6 +17,7 @@ from tests.gateway.scripted import Scripted, scripted
 from tests.gateway.trio import fronted, said, trio
 from tests.rpc.pairs import pair
 from tests.unit.llm_service.test_tools_in_prompts import TEMPLATE, plain
+from tests.unit.twinlens.fakes import FakeLlm
 from twinlens import v1
 
 TOOL: Any = {
@@ -53,11 +54,14 @@ def says(
     *,
     thinking: bool = False,
     thought: int = 0,
+    unread: bool = False,
 ) -> None:
     """Has the LLM service say this, three signs at a time."""
 
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
-        yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9, thinking=thinking))
+        yield v1.GenerateResponse(
+            started=v1.GenerateStarted(prompt_tokens=9, thinking=thinking, reasoning_unread=unread)
+        )
         for at in range(0, len(text), 3):
             yield v1.GenerateResponse(delta=v1.GenerateDelta(text=text[at : at + 3], token_ids=[at]))
         usage = v1.Usage(prompt_tokens=9, completion_tokens=-(-len(text) // 3), reasoning_tokens=thought)
@@ -278,6 +282,18 @@ def test_where_a_call_must_be_made_the_form_waits_for_another_turn(
     assert "city" in asked.sampling.json_schema
     assert "const" not in asked.sampling.json_schema
     assert not asked.chat.calls_or_form
+
+
+def test_what_the_operator_has_left_in_the_text_is_words(client: openai.OpenAI) -> None:
+    llm = FakeLlm()
+    llm.tool_format = v1.TOOL_FORMAT_NONE
+    with scripted(llm) as unread:
+        said = f"<think>Hm.</think>{CALL}"
+        says(unread, said, unread=True)
+        other = client.with_options(base_url=f"http://{unread.gateway.address}/v1")
+        choice = other.chat.completions.create(**ASK).choices[0]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (said, None, "stop")
+        assert [tool.name for tool in llm.requests[-1].chat.tools] == ["weather"]
 
 
 @pytest.mark.parametrize("off", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])

@@ -46,6 +46,11 @@ def test_how_calls_and_reasoning_are_written_is_the_operator_s_to_say(qwen3: Pai
         assert text.get_info().tool_format == v1.TOOL_FORMAT_GRANITE
         started = answer(text, asked(user("hello"), v1.SamplingParams(max_tokens=1))).started
         assert (started.reasoning_begin, started.reasoning_end) == ("[THINK]", "[/THINK]")
+    named = {"tool_call_parser": "none", "reasoning_parser": "none"}
+    with llm_server(qwen3.checkpoint, **LLM_FLAGS, **named) as llm, LlmClient(llm.address) as text:
+        assert text.get_info().tool_format == v1.TOOL_FORMAT_NONE
+        started = answer(text, asked(user("hello"), v1.SamplingParams(max_tokens=1))).started
+        assert (started.reasoning_unread, started.reasoning_begin, started.reasoning_end) == (True, "", "")
     with pytest.raises(RuntimeError, match="--tool-call-parser"):  # noqa: SIM117
         with llm_server(qwen3.checkpoint, **LLM_FLAGS, tool_call_parser="other"):
             pass

@@ -178,7 +178,8 @@ class _Shown:
             case "started":
                 begun = event.started
                 marks = (begun.reasoning_begin or THINK[0], begun.reasoning_end or THINK[1])
-                self._splitter = ReasoningSplitter(marks, thinking=begun.thinking and not self._constrained)
+                known = None if begun.reasoning_unread else marks
+                self._splitter = ReasoningSplitter(known, thinking=begun.thinking and not self._constrained)
             case "delta":
                 self._print(*self._splitter.feed(event.delta.text))
             case _:

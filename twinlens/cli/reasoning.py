@@ -7,18 +7,20 @@ THINK = ("<think>", "</think>")
 
 
 class ReasoningSplitter:
-    """Splits one text, of which each piece has any length. `marks` are around the reasoning; `thinking`: the text
-    begins inside of it.
+    """Splits one text, of which each piece has any length. `marks` are around the reasoning, None: there is none that
+    is told apart; `thinking`: the text begins inside of it.
 
     >>> splitter = ReasoningSplitter(thinking=False)
     >>> [splitter.feed(piece) for piece in ("<thi", "nk>\\nHm.</th", "ink>\\n\\nYes", ".")]
     [('', ''), ('Hm.', ''), ('', 'Yes'), ('', '.')]
+    >>> ReasoningSplitter(None, thinking=False).feed("<think>Hm.")
+    ('', '<think>Hm.')
     """
 
-    def __init__(self, marks: tuple[str, str] = THINK, *, thinking: bool) -> None:
-        self._begin, self._end = marks
+    def __init__(self, marks: tuple[str, str] | None = THINK, *, thinking: bool) -> None:
+        self._begin, self._end = marks or THINK
         self._held = ""
-        self._state = "thinking" if thinking else "beginning"
+        self._state = "answering" if marks is None else "thinking" if thinking else "beginning"
         self._trim = thinking
         """White space at the beginning of what comes next is the marks'."""
 

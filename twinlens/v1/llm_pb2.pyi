@@ -33,6 +33,7 @@ class ToolFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_FORMAT_HUNYUAN: _ClassVar[ToolFormat]
     TOOL_FORMAT_PHI: _ClassVar[ToolFormat]
     TOOL_FORMAT_INTERNLM: _ClassVar[ToolFormat]
+    TOOL_FORMAT_NONE: _ClassVar[ToolFormat]
 
 class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -60,6 +61,7 @@ TOOL_FORMAT_DEEPSEEK: ToolFormat
 TOOL_FORMAT_HUNYUAN: ToolFormat
 TOOL_FORMAT_PHI: ToolFormat
 TOOL_FORMAT_INTERNLM: ToolFormat
+TOOL_FORMAT_NONE: ToolFormat
 POOLING_UNSPECIFIED: Pooling
 POOLING_LAST: Pooling
 POOLING_MEAN: Pooling
@@ -341,7 +343,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id", "thinking", "resumed_choices", "reasoning_begin", "reasoning_end", "prompt_token_ids")
+    __slots__ = ("prompt_tokens", "cached_tokens", "spans", "request_id", "thinking", "resumed_choices", "reasoning_begin", "reasoning_end", "prompt_token_ids", "reasoning_unread")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +353,7 @@ class GenerateStarted(_message.Message):
     REASONING_BEGIN_FIELD_NUMBER: _ClassVar[int]
     REASONING_END_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_UNREAD_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     spans: _containers.RepeatedCompositeFieldContainer[MediaSpan]
@@ -360,7 +363,8 @@ class GenerateStarted(_message.Message):
     reasoning_begin: str
     reasoning_end: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ..., thinking: bool = ..., resumed_choices: _Optional[int] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    reasoning_unread: bool
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., request_id: _Optional[str] = ..., thinking: bool = ..., resumed_choices: _Optional[int] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reasoning_unread: bool = ...) -> None: ...
 
 class MediaSpan(_message.Message):
     __slots__ = ("item", "start", "length", "rows", "key", "cached")

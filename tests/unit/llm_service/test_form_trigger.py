@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from common.checkpoint import Checkpoint
+from common.errors import InvalidInput
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.output_marks import OutputMarks
 from llm_service.request import ChatPrompt, Message, Prompt, Structure, TextPrompt, Trigger
@@ -96,6 +97,17 @@ def test_a_model_may_open_its_reasoning_in_a_new_line_where_its_template_does(
 def test_an_opening_may_be_a_token_and_a_text(built: Callable[..., PromptBuilder]) -> None:
     builder = built(QWEN, "<|channel>", "<channel|>", output_marks=OutputMarks.named("", "gemma4"))
     assert triggered(builder, ASKED) == Trigger(END, openings=((BEGIN, *builder.encode("thought")),))
+
+
+def test_where_reasoning_is_not_read_a_form_begins_at_once_and_no_prompt_ends_in_it(
+    built: Callable[..., PromptBuilder],
+) -> None:
+    builder = built(QWEN, "<think>", "</think>", output_marks=OutputMarks.named("auto", "none"))
+    for thinking in (None, True, False):
+        assert triggered(builder, replace(ASKED, thinking=thinking)) is None
+    assert not builder.ends_in_thinking(builder.encode("x<think>\n", allow_special=True))
+    with pytest.raises(InvalidInput, match="no token for the end of its reasoning"):
+        builder.thinking_bound(5)
 
 
 @pytest.mark.parametrize("marks", [(), ("<think>",), ("<other>", "</think>")])

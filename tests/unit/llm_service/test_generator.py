@@ -95,7 +95,7 @@ class Prompts:
         self.tokenizer = tokenizer
         self.at_once: list[bool] = []
         self.texts = SimpleNamespace(bytes_of=lambda _: b"x")
-        self.template = SimpleNamespace(reasoning_marks=THINK, tool_format=None)
+        self.template = SimpleNamespace(reasoning_marks=THINK, tool_format=None, reads_reasoning=True)
 
     def ends_in_thinking(self, _: Sequence[int]) -> bool:
         return False

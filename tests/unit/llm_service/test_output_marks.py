@@ -78,6 +78,14 @@ def test_what_the_operator_names_goes_before_what_the_template_shows() -> None:
     assert (left.tool_format, left.reasoning_marks, left.never_thinks) == (ToolFormat.JSON, THINK, True)
 
 
+def test_nothing_is_read_where_the_operator_says_none() -> None:
+    shown = "<tool_call>{{ tools | tojson }}</tool_call>{{ '<think>' }}"
+    unread = ChatTemplate(shown, {}, marks=OutputMarks.named("none", "none"))
+    assert (unread.tool_format, unread.reads_reasoning, unread.never_thinks) == (ToolFormat.NONE, False, False)
+    assert not unread.may_think(ChatPrompt(()))
+    assert ChatTemplate("x", {}, marks=OutputMarks.named("auto", "none")).never_thinks
+
+
 def rendered(template: str, *messages: Message, thinking: bool | None = None) -> str:
     return "".join(text for text, _ in ChatTemplate(template, {}).render(ChatPrompt(messages, thinking=thinking)))
 
