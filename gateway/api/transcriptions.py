@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -17,12 +17,16 @@ from gateway.generation import Generations
 from gateway.multipart import read_form
 from gateway.request_context import context_of
 from gateway.stream import DONE, EventStream, Last, event, json_answer
+from gateway.subtitles import Cue, as_srt, as_vtt
 from twinlens.v1 import llm_pb2, media_pb2
 
 Events = AsyncGenerator[llm_pb2.GenerateResponse]
 Objects = list[dict[str, Any]]
 _GREEDY = 0.0
 """The temperature of a request that names none, as OpenAI has it."""
+
+
+_SUBTITLES: Final = {"srt": (as_srt, "application/x-subrip"), "vtt": (as_vtt, "text/vtt")}
 
 
 class TranscriptionRequest(RequestFields):
@@ -35,15 +39,22 @@ class TranscriptionRequest(RequestFields):
 
     language: str | None = None
     prompt: str | None = None
-    response_format: Literal["json", "text", "diarized_json"] = "json"
+    response_format: Literal["json", "text", "srt", "vtt", "diarized_json"] = "json"
     include: Literal["logprobs"] | None = Field(None, alias="include[]")
     max_completion_tokens: Int | None = None
 
     @model_validator(mode="after")
     def _has_a_place_for_what_is_included(self) -> TranscriptionRequest:
-        if self.with_logprobs and self.response_format == "text" and not self.stream:
+        if self.stream and self.response_format in _SUBTITLES:
+            raise ValueError("srt and vtt come whole")
+        if self.with_logprobs and self.response_format in ("text", *_SUBTITLES) and not self.stream:
             raise ValueError("a plain text has no place for logprobs")
         return self
+
+    @property
+    def with_turns(self) -> bool:
+        """It is wanted who speaks when."""
+        return self.response_format in ("diarized_json", *_SUBTITLES)
 
     @property
     def with_logprobs(self) -> bool:
@@ -100,6 +111,11 @@ class _Transcript:
         """All words."""
         return "".join(self.words)
 
+    @property
+    def cues(self) -> list[Cue]:
+        """The turns, for subtitles."""
+        return [Cue(turn["start"], turn["end"], turn["speaker"], turn["text"]) for turn in self.turns]
+
     def ending(self, *, with_logprobs: bool) -> dict[str, Any]:
         """What is told at its end beside the words: how likely their tokens were, where that is asked for, why it
         ended, and the tokens that it took."""
@@ -140,6 +156,9 @@ class Transcriptions:
             pass
         if asked.response_format == "text":
             return PlainTextResponse(said.text)
+        if asked.response_format in _SUBTITLES:
+            written, kind = _SUBTITLES[asked.response_format]
+            return PlainTextResponse(written(said.cues), media_type=kind)
         turns = {"task": "transcribe", "segments": said.turns} if asked.response_format == "diarized_json" else {}
         return json_answer({"text": said.text, **turns, **said.ending(with_logprobs=asked.with_logprobs)})
 
@@ -155,7 +174,7 @@ def _message(asked: TranscriptionRequest, sound: bytes, request_id: str) -> llm_
         audio=media_pb2.Media(modality=media_pb2.MODALITY_AUDIO, data=sound),
         language=asked.language or "",
         prompt=asked.prompt or "",
-        turns=asked.response_format == "diarized_json",
+        turns=asked.with_turns,
     )
     return prompt_inputs.generate_request(asked, params, request_id, transcription=wanted)
 

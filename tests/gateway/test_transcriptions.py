@@ -90,6 +90,17 @@ def test_turns_say_who_speaks_when(door: Scripted, client: openai.OpenAI) -> Non
     assert (said.task, said.text) == ("transcribe", "Hello. Hi.")
 
 
+def test_turns_are_subtitles(door: Scripted, client: openai.OpenAI) -> None:
+    times = [("00:00:00{0}000", "00:00:01{0}500"), ("00:00:01{0}500", "00:00:02{0}000")]
+    (one, two), (three, four) = [[each.format(",") for each in pair] for pair in times]
+    said = ask(client, response_format="srt")
+    assert said == f"1\n{one} --> {two}\nHello.\n\n2\n{three} --> {four}\nHi.\n\n"
+    assert door.llm.requests[0].transcription.turns
+    (one, two), (three, four) = [[each.format(".") for each in pair] for pair in times]
+    said = ask(client, response_format="vtt")
+    assert said == f"WEBVTT\n\n{one} --> {two}\n<v 0>Hello.\n\n{three} --> {four}\n<v 1>Hi.\n\n"
+
+
 def test_scores_are_those_of_all_tokens(client: openai.OpenAI) -> None:
     said = ask(client, include=["logprobs"])
     assert [(each.token, each.logprob, each.bytes) for each in said.logprobs] == [
@@ -187,7 +198,9 @@ FILE = part("file", SOUND, "a.wav")
         (FILE + part("prompt", b"a") + part("prompt", b"b") + END, "BAD_FIELD", "prompt"),
         (FILE + part("stream", b"perhaps") + END, "BAD_FIELD", "stream"),
         (FILE + part("temperature", b"NaN") + END, "BAD_FIELD", "temperature"),
-        (FILE + part("response_format", b"srt") + END, "BAD_FIELD", "response_format"),
+        (FILE + part("response_format", b"verbose_json") + END, "BAD_FIELD", "response_format"),
+        (FILE + part("response_format", b"srt") + part("stream", b"true") + END, "BAD_FIELD", None),
+        (FILE + part("response_format", b"vtt") + part("include[]", b"logprobs") + END, "BAD_FIELD", None),
         (FILE + part("include[]", b"logprobs") + part("include[]", b"all") + END, "BAD_FIELD", "include[]"),
     ],
 )
