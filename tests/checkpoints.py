@@ -131,8 +131,10 @@ def make_checkpoint(
     layout: Layout = "hub",
     tied: bool | None = None,
     dtype: torch.dtype = torch.float32,
+    vocab_size: int = VOCABULARY,
 ) -> Path:
     """Writes a tiny checkpoint of `family` into `directory` and returns it; `dtype` is what its weights are stored in.
+    Published models mostly have a `vocab_size` that is a multiple of 32, above their tokenizer's.
 
     `layout` "hub" has the files and names that the published checkpoints have (flat text fields and `visual.*` weights
     for Qwen2-VL and Qwen2.5-VL); "saved" has what transformers' `save_pretrained` writes today (nested configurations,
@@ -141,6 +143,7 @@ def make_checkpoint(
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     config = _config(family, _TIED[family] if tied is None else tied)
+    config.get("text_config", config)["vocab_size"] = vocab_size
     _write(root / "config.json", config)
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(root), dtype=torch.float32)
     redraw(model, seed)

@@ -19,7 +19,7 @@ from common import log
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.json_gaps import PATTERN, SETTINGS
-from llm_service.engine.token_masks import all_but, allows, either, mask_of
+from llm_service.engine.token_masks import all_but, allows, either, mask_bytes, mask_of
 from llm_service.request import Structure, ThinkingBound, Trigger
 
 _log = log.get("structure")
@@ -88,6 +88,7 @@ class _Kept:
 
     compiled: LLMatcher
     bytes: int
+    mask_bytes: int
 
     def matcher(self) -> Matcher:
         return _Counted(self.compiled.deep_copy(), self)
@@ -99,7 +100,6 @@ class _Counted:
     def __init__(self, matcher: LLMatcher, kept: _Kept) -> None:
         self._matcher = matcher
         self._kept = kept
-        self.compute_bitmask = matcher.compute_bitmask
         self.is_stopped = matcher.is_stopped
         self.is_error = matcher.is_error
         self.compute_ff_tokens = matcher.compute_ff_tokens
@@ -107,6 +107,11 @@ class _Counted:
     def deep_copy(self) -> Matcher:
         """See `Matcher`."""
         return _Counted(self._matcher.deep_copy(), self._kept)
+
+    def compute_bitmask(self) -> bytes:
+        # The library's has a bit for its own end of text behind the vocabulary, and so a word more where that is whole.
+        mask: bytes = self._matcher.compute_bitmask()
+        return mask[: self._kept.mask_bytes]
 
     def consume_token(self, token: int) -> bool:
         self._kept.bytes += _GROWTH
@@ -318,7 +323,8 @@ class Structures:
         name = (form.salt, form.grammar)
         kept = self._kept.pop(name, None)
         if kept is None or kept.bytes * _OUTGROWN > self._cache_bytes:
-            kept = _Kept(self._compiled(form.grammar), max(_LEAST, form.bytes + len(form.grammar)))
+            size = max(_LEAST, form.bytes + len(form.grammar))
+            kept = _Kept(self._compiled(form.grammar), size, mask_bytes(self._vocab_size))
         self._kept[name] = kept
         held = self.kept_bytes
         while held > self._cache_bytes:

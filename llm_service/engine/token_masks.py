@@ -1,5 +1,5 @@
-"""Which tokens of a vocabulary may be chosen: bit i of a little-endian mask, as long as llguidance's, says whether
-token i may; an empty mask: any may."""
+"""Which tokens of a vocabulary may be chosen: bit i of a little-endian mask says whether token i may; an empty mask
+allows any."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 
+def mask_bytes(vocab_size: int) -> int:
+    """The length of every mask that is not empty: whole words of 32 bits.
+
+    >>> mask_bytes(600), mask_bytes(608)
+    (76, 76)
+    """
+    return 4 * math.ceil(vocab_size / 32)
+
+
 def mask_of(tokens: Iterable[int], vocab_size: int) -> bytes:
     """Allows these alone."""
-    mask = bytearray(4 * math.ceil(vocab_size / 32))
+    mask = bytearray(mask_bytes(vocab_size))
     for token in tokens:
         mask[token // 8] |= 1 << token % 8
     return bytes(mask)
@@ -19,7 +28,7 @@ def mask_of(tokens: Iterable[int], vocab_size: int) -> bytes:
 
 def all_but(tokens: Iterable[int], vocab_size: int) -> bytes:
     """Allows every token but these."""
-    mask = bytearray(b"\xff" * (4 * math.ceil(vocab_size / 32)))
+    mask = bytearray(b"\xff" * mask_bytes(vocab_size))
     for token in tokens:
         mask[token // 8] &= ~(1 << token % 8)
     return bytes(mask)

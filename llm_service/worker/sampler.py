@@ -136,7 +136,9 @@ def _mask(rows: Tensor, draws: Sequence[Draw]) -> None:
     masked = [index for index, draw in enumerate(draws) if draw.allowed]
     if not masked:
         return
-    packed = torch.frombuffer(bytearray(b"".join(draws[index].allowed for index in masked)), dtype=torch.uint8)
+    masks = [draws[index].allowed for index in masked]
+    assert len({len(mask) for mask in masks}) == 1, "masks of one length, or each would reach into others' rows"
+    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8)
     octets = packed.view(len(masked), -1, 1).to(rows.device)
     bits = octets.bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=rows.device)).bitwise_and_(1)
     at = torch.tensor(masked, device=rows.device)

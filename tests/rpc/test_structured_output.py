@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
 
+from common.checkpoint import Checkpoint
+from llm_service.prompt.builder import PromptBuilder
 from tests.launch import llm_server
 from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy, refusal, tokens
 from tests.waiting import until
@@ -73,6 +76,26 @@ sign ::= "!"
         assert re.match(r'<(a|[x-z]"é[0-9]+){2,3}>!?|<', choice.text)
         if choice.reason != v1.FINISH_REASON_LENGTH:
             assert re.fullmatch(r'<(a|[x-z]"é[0-9]+){2,3}>!?', choice.text)
+
+
+def test_forms_and_tokens_that_are_named_hold_together_and_beside_each_other(checkpoints: Callable[..., Path]) -> None:
+    """In a vocabulary of whole words of 32 bits, as most models have."""
+    model = checkpoints("qwen3_vl", vocab_size=608)
+    builder = PromptBuilder(Checkpoint(model))
+    digits = [token for digit in "0123456789" for token in builder.encode(digit)]
+    named = greedy(12, allowed_token_ids=digits)
+    formed = greedy(12, regex="[a-d]{3,30}")
+    together = greedy(12, regex="[0-9a]{8}", ignore_eos=False, allowed_token_ids=digits)
+    with llm_server(model, light=False, **LLM_FLAGS) as server, LlmClient(server.address) as llm:
+        (choice,) = answer(llm, asked(QUESTION, together)).choices
+        assert re.fullmatch("[0-9]{8}", choice.text)
+        requests = [asked(user(f"{number}?"), (named, formed)[number % 2]) for number in range(8)]
+        alone = [tokens(llm, request) for request in requests]
+        with ThreadPoolExecutor(len(requests)) as pool:
+            assert list(pool.map(lambda request: tokens(llm, request), requests)) == alone
+        assert all(set(each) <= set(digits) for each in alone[::2])
+        texts = [builder.decode(each) for each in alone[1::2]]
+        assert all(re.fullmatch(r"[a-d]{3,12}(<\|im_end\|>)?", text) for text in texts), texts
 
 
 def test_the_company_of_other_requests_changes_no_structured_token(qwen3: Pair) -> None:

@@ -16,6 +16,7 @@ from common.allocator import bytes_in_use
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.engine.structure import Form, Matcher, Matchers, Structures
+from llm_service.engine.token_masks import all_but, both, mask_bytes, mask_of
 from llm_service.grammar.gbnf import as_lark
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import Structure, ThinkingBound, Trigger
@@ -375,6 +376,26 @@ def test_large_structures_are_no_countless_ones(structures: Structures, builder:
         assert token in allowed(schema.compute_bitmask())
         schema.consume_token(token)
     assert not schema.is_error()
+
+
+@pytest.mark.parametrize("vocab_size", [VOCABULARY, 608, 640, 641])
+def test_masks_have_one_length_whoever_makes_them(checkpoint: Path, vocab_size: int) -> None:
+    """As 151,936 words of a model have, which are whole words of 32 bits: the library's own are longer then."""
+    structures = Structures(Checkpoint(checkpoint), vocab_size, [0])
+    form = held(structures, Structure("regex", "[a-d]+"))
+    bound = ThinkingBound(0, (4,), 5, opened=True)
+    forms = [
+        form,
+        form._replace(trigger=Trigger(5)),
+        form._replace(trigger=Trigger(5, openings=((4,),))),
+        form._replace(thinking_bound=bound),
+        Form("", thinking_bound=bound),
+    ]
+    masks = [structures.matcher(each).compute_bitmask() for each in forms]
+    masks += [structures.matcher(each).deep_copy().compute_bitmask() for each in forms]
+    masks += [mask_of(range(9), vocab_size), all_but([9], vocab_size)]
+    assert {len(mask) for mask in masks} == {mask_bytes(vocab_size)}
+    assert both(masks[0], mask_of(range(vocab_size), vocab_size)) == masks[0]
 
 
 def test_behind_the_end_of_reasoning_the_form_begins_and_before_it_nothing_ends(structures: Structures) -> None:
