@@ -90,3 +90,21 @@ def latents_of(width: int = 40, rank: int = 32, heads: int = 4, block_size: int 
 
 def shape_of(head_dim: int = 64, heads: int = 4, kv_heads: int = 2, block_size: int = 16) -> CacheShape:
     return CacheShape(1, 1600 // block_size, block_size, heads, kv_heads, head_dim)
+
+
+def of_e4m3(
+    case: Case, shape: CacheShape, scales: torch.Tensor | None, spans: Sequence[Span] = ()
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A case's cache in e4m3, what it stands for once the case's tokens are in it, and what attention makes of that;
+    `scales` as in `ScaledBatch`."""
+    query, key, value = case.heads
+    by = torch.ones(2, shape.kv_heads, device=query.device) if scales is None else scales
+
+    def rounded(x: torch.Tensor, part: int) -> torch.Tensor:
+        return (x.float() / by[part].unsqueeze(1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    small = torch.stack([rounded(each, part) for part, each in enumerate(case.cache[0])])
+    plain = small.float() * by.view(2, 1, 1, -1, 1)
+    near = [rounded(each, part).float() * by[part].unsqueeze(1) for part, each in enumerate((key, value))]
+    metadata = AttentionMetadata.of(case.chunks, shape.block_size, query.device)
+    return small, plain, paged_attention(query, *near, plain, metadata, shape.kind, spans)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,8 +16,9 @@ from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import ALONE
+from llm_service.settings import CacheDtype
 from llm_service.worker.graphs import CaptureBounds
-from tests.attention_cases import TOLERANCE, Case
+from tests.attention_cases import TOLERANCE, Case, of_e4m3
 from tests.plain_attention import paged_attention
 
 
@@ -47,6 +49,19 @@ def check_far_blocks(shape: CacheShape, dtype: torch.dtype, device: torch.device
     expected = paged_attention(query, key, value, few, AttentionMetadata.of(moved, size, device))
     torch.testing.assert_close(given, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     torch.testing.assert_close(cache[:, far], few[:, :6], rtol=0, atol=0)
+
+
+def check_scaled_e4m3(
+    shape: CacheShape, counts: tuple[int, ...], dtype: torch.dtype, device: torch.device, attention: str
+) -> None:
+    """Keys and values of e4m3, with a scale for each head, are what they stand for."""
+    case = Case.random(replace(shape, kept=CacheDtype.AUTO), counts, dtype, 4, device)
+    scales = torch.rand(2, shape.kv_heads, device=device) * 0.02 + 0.005
+    small, plain, expected = of_e4m3(case, shape, scales)
+    batch: Any = choose(attention, shape, dtype, device).batch(case.chunks)
+    given = batch.with_scales(scales).attend(*case.heads, small)
+    torch.testing.assert_close(given, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(small.float() * scales.view(2, 1, 1, -1, 1), plain, rtol=0, atol=0)
 
 
 def check_idle_experts(experts: int, per_token: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.devices import E4M3_CAPABILITY
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
+from llm_service.settings import CacheDtype
 from tests import shape_cases
 from tests.attention_cases import WAYS, Case, latents_of
 
@@ -20,6 +22,16 @@ CUDA = torch.device("cuda:0")
 def test_32_heads_over_8_in_blocks_of_any_size(size: int, counts: tuple[int, ...]) -> None:
     shape = CacheShape(1, 16 * 256 // size, size, 32, 8, 128)
     Case.random(shape, counts, torch.bfloat16, 1, CUDA).check(choose("triton", shape, torch.bfloat16, CUDA))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < E4M3_CAPABILITY, reason="it has no e4m3"
+)
+@pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_keys_and_values_of_e4m3_with_scales(name: str, counts: tuple[int, ...]) -> None:
+    shape = CacheShape(1, 256, 16, 32, 8, 128, kept=CacheDtype.FP8)
+    shape_cases.check_scaled_e4m3(shape, counts, torch.bfloat16, CUDA, name)
 
 
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)

@@ -25,6 +25,7 @@ from llm_service.request import SamplingParams
 from llm_service.settings import CacheDtype
 from tests import reference
 from tests.cache_scales import STATED, WEIGHTS, Scales, publish
+from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.cases import PROMPTS
 from tests.parity.hf_side import Served
 from tests.parity.local_engine import LocalEngine, make_prompt
@@ -141,6 +142,18 @@ def test_scales_of_a_cache_that_is_no_e4m3_are_not_taken_for_its(
     path.write_text(json.dumps(config))
     decoder = load_decoder(Checkpoint(tmp_path / "published"), torch.float32, CPU, cache_scales=True)
     assert all(layer.mixer.kv_scales is None for layer in decoder.layers)  # type: ignore[union-attr]
+
+
+def test_drafts_of_a_model_s_own_layer_change_no_token(checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    """Multi-token prediction, whose layer has scales as well: its own keys and values are as they are computed."""
+    folder = with_mtp_layer(checkpoints("qwen3_5"), tmp_path / "mtp")
+    publish(folder, folder, "modelopt")
+    prompts = [make_prompt(folder, PROMPTS[name]) for name in ("text", "image, text, image")]
+    expected, said = (
+        [each.tokens for each in LocalEngine(folder, kv_cache_dtype=CacheDtype.FP8, **given).run(prompts, GREEDY)]
+        for given in ({}, {"mtp": True, "speculative_tokens": 3})
+    )
+    assert said == expected
 
 
 def test_a_layer_without_keys_of_its_own_has_the_scales_of_those_that_it_shares(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.settings import CacheDtype
-from tests.attention_cases import CAPPED, CPU, WAYS, Case, shape_of
+from tests.attention_cases import CAPPED, CPU, WAYS, Case, of_e4m3, shape_of
 from tests.plain_attention import paged_attention
 
 
@@ -270,30 +270,13 @@ def test_keys_and_values_of_e4m3_are_attended_to_as_what_they_stand_for(
 ) -> None:
     shape = replace(shape_of(64, 6, 2), kept=CacheDtype.FP8)
     case = Case.random(replace(shape, kept=CacheDtype.AUTO), counts, torch.float32, 3)
+    case.heads[1][0, 0, :2], case.heads[2][0, 0, :2] = torch.tensor([1e-3, 0.0]), torch.tensor([600.0, -1e9])
     small, plain, expected = of_e4m3(case, shape, scales)
     batch: Any = choose(name, shape, torch.float32, CPU).batch(case.chunks)
     given = (batch if scales is None else batch.with_scales(scales)).attend(*case.heads, small)
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
     by = torch.ones(()) if scales is None else scales.view(2, 1, 1, 2, 1)
     assert torch.equal(small.float() * by, plain), "and nothing else was written"
-
-
-def of_e4m3(
-    case: Case, shape: CacheShape, scales: Tensor | None, spans: Sequence[Span] = ()
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A case's cache in e4m3, what it stands for once the case's tokens are in it, and what attention makes of that."""
-    query, key, value = case.heads
-    key[0, 0, :2], value[0, 0, :2] = torch.tensor([1e-3, 0.0]), torch.tensor([600.0, -1e9])
-    by = torch.ones(2, 2) if scales is None else scales
-
-    def rounded(x: Tensor, part: int) -> Tensor:
-        return (x / by[part].unsqueeze(1)).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-    small = torch.stack([rounded(each, part) for part, each in enumerate(case.cache[0])])
-    plain = small.float() * by.view(2, 1, 1, 2, 1)
-    near = [rounded(each, part).float() * by[part].unsqueeze(1) for part, each in enumerate((key, value))]
-    metadata = AttentionMetadata.of(case.chunks, shape.block_size, CPU)
-    return small, plain, paged_attention(query, *near, plain, metadata, shape.kind, spans)
 
 
 @pytest.mark.parametrize("kind", [AttentionKind(Sight(24)), AttentionKind(softcap=1.5)], ids=["window", "capped"])

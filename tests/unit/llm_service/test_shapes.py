@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from llm_service.layers.attention.backend import CacheShape
+from llm_service.settings import CacheDtype
 from tests import shape_cases
 
 CPU = torch.device("cpu")
@@ -20,6 +21,13 @@ def test_what_is_not_a_number_outside_of_live_slots_is_not_read() -> None:
 
 def test_sequences_at_the_far_end_of_a_cache() -> None:
     shape_cases.check_far_blocks(SHAPE, torch.float32, CPU, "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_keys_and_values_of_e4m3_with_scales(name: str, dtype: torch.dtype) -> None:
+    shape = CacheShape(1, 64, 16, 4, 2, 16, kept=CacheDtype.FP8)
+    shape_cases.check_scaled_e4m3(shape, (1, 1, 20), dtype, CPU, name)
 
 
 def test_experts_without_tokens() -> None:
