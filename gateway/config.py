@@ -127,7 +127,9 @@ class GatewayConfig:
         if self.llm_cert and not self.llm_ca:
             raise ValueError("--llm-cert needs --llm-ca")
         if self.max_inflight_bytes < self.max_body_bytes:
-            raise ValueError("--max-inflight-bytes must be --max-body-bytes at least, or none would come in")
+            raise ValueError(
+                "--max-inflight-bytes must be at least --max-body-bytes, or the largest body would never be admitted"
+            )
         if self.llm_token and self.llm_token_file:
             raise ValueError("give --llm-token or --llm-token-file, not both")
         credentials.check_files(cert=("--tls-cert", self.tls_cert), key=("--tls-key", self.tls_key))

@@ -116,9 +116,7 @@ class LlmConfig(ServerConfig):
     spare_engine: bool = option(
         False, "keep another engine process that has everything imported: after a crash it serves in half the time"
     )
-    max_handovers: int = option(
-        2, "engines that may end, one after the other, under one request, and another goes on with it", minimum=0
-    )
+    max_handovers: int = option(2, "how many engine crashes a request may survive", minimum=0)
     handover_seconds: float = option(
         60.0, "how long requests wait for the next engine, those that come meanwhile included", minimum=0.0
     )
@@ -161,7 +159,8 @@ class LlmConfig(ServerConfig):
     )
     decode_slowdown: float = option(
         0.0,
-        "a running answer's tokens come at most so many times as far apart as alone while prompts are computed; 0: any",
+        "while prompts are prefilled, the time between a running answer's tokens grows at most by this factor;"
+        " 0: unbounded",
         minimum=0.0,
     )
     max_running: int = option(0, "sequences computed at once; 0: 64 on a CPU, 256 on a GPU", minimum=0)
@@ -179,8 +178,8 @@ class LlmConfig(ServerConfig):
     )
     max_waiting_tokens: int = option(
         1 << 20,
-        "prompt tokens of requests that wait, and so many of those that wait for their media; a request that would pass"
-        " this is refused at once",
+        "prompt tokens that may wait for the engine, and as many again that may wait for media; a request beyond either"
+        " is refused at once",
         minimum=1,
     )
     max_waiting_media: int = option(
@@ -335,8 +334,8 @@ class LlmConfig(ServerConfig):
     max_schema_depth: int = option(32, "deepest nesting of a JSON schema", minimum=1)
     max_schema_multiple: int = option(
         10_000,
-        "multipleOf of a JSON schema, without decimal point and zeros at the end: the sum of all, the product of what"
-        " one value must be at once",
+        "bound on multipleOf in a JSON schema, as digits without decimal point and trailing zeros: on the sum of all of"
+        " them, and on the product of those that apply to one value",
         minimum=1,
     )
     max_structure_repeats: int = option(
@@ -376,7 +375,8 @@ class LlmConfig(ServerConfig):
     nixl_bytes: int = option(64 << 20, "memory for rows on their way by NIXL", parse=size, minimum=4 << 20)
     row_mirror: bool = option(
         False,
-        "set as much of each rank's GPU aside, for rows of encoders with --device-pool-bytes, by CUDA IPC",
+        "mirror the row cache in each rank's GPU memory (another --row-cache-bytes), so that encoders with"
+        " --device-pool-bytes hand rows over by CUDA IPC",
     )
     encoder_ca: str = option("", "PEM roots of the encoders' certificates; turns TLS on towards them")
     encoder_cert: str = option("", "PEM client certificate shown to encoders")

@@ -33,8 +33,8 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     host's, for blocks that have to make way; 0: none; `kv_host_fd` is the shared memory that all ranks of the host have
     them in, one after the other, 0: each has its own. With `kv_events` the front hears which blocks can be found.
     `kv_cache_suggested`: the checkpoint suggests `kv_cache_dtype`, and nobody asked for it.
-    `hf`: what it said of a model that it computes. `grows_steps`: `max_step_tokens` are the device's, and may be
-    more where a model computes an item's rows, or a prompt, at once.
+    `hf`: what transformers says of a model that it computes; None for a family of ours. `grows_steps`:
+    `max_step_tokens` are the device's, and may be more where a model computes an item's rows, or a prompt, at once.
     """
 
     model: str

@@ -62,6 +62,6 @@ class Transcriber:
         if not self.asked.languages:
             raise InvalidInput("this model finds the language out, and is told none", reason="NO_LANGUAGE", field=field)
         if code is None or code not in self.asked.languages:
-            why = "this is no language that the model is told: they are given by ISO 639, such as fr"
+            why = "the model does not support this language; languages are ISO 639 codes such as fr"
             raise InvalidInput(why, reason="NO_LANGUAGE", field=field)
         return code

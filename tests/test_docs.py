@@ -244,7 +244,7 @@ def test_the_limits_are_the_defaults() -> None:
 
 def test_the_readme_names_the_models_whose_text_transformers_computes() -> None:
     row = re.search(
-        r"^- \*\*By way of transformers alone.*?^- ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^- \*\*Entirely in transformers.*?^- ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
     table = (ROOT / "docs/MODELS.md").read_text()
     assert row is not None

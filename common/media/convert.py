@@ -212,7 +212,7 @@ def read_header(message: encoder_pb2.EncodeHeader) -> tuple[Header, RowLayout]:
     if message.grid_rows and not message.tokens < message.grid_rows:
         raise DataLoss("an encoder's header keeps more rows than there are")
     if kept and not (kept_rows.fits(kept, message.grid_rows) and kept_rows.count(kept) == message.tokens):
-        raise DataLoss("an encoder's header says of other rows that they are kept")
+        raise DataLoss("an encoder's header has kept_rows that do not match its row count")
     found = Header(
         message.key,
         modality,

@@ -84,7 +84,10 @@ class ServerConfig:
         if self.auth_token and self.auth_token_file:
             raise ValueError("give --auth-token or --auth-token-file, not both")
         if max_large_bytes(self.max_inflight_bytes) < self.max_message_bytes:
-            raise ValueError("--max-inflight-bytes must be 16/7 of --max-message-bytes at least, or none would come in")
+            raise ValueError(
+                "--max-inflight-bytes must be at least 16/7 of --max-message-bytes, or the largest message would never"
+                " be admitted"
+            )
         self.accepted()
         host, _, port = self.listen.rpartition(":")
         if not (host and is_port(port)):  # gRPC would take another port, or 443, and say nothing

@@ -17,7 +17,7 @@ from encoder_service.worker.messages import PoolMade
 
 @dataclass(slots=True, eq=False)
 class Slice:
-    """Rows of one slice_ of an item, in one pool; `row_sum` is announced with them (`device_memory.row_sum`).
+    """Some of an item's rows, in one pool; `row_sum` is announced with them (`device_memory.row_sum`).
 
     It is pinned by the worker that writes it, then by readers, and `kept` from when it is written until its item leaves
     the store, the room is needed, or the worker is gone.

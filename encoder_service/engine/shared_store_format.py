@@ -78,7 +78,7 @@ def read_header(data: bytes, key: bytes, salt: str, layout: RowLayout) -> Header
     if min(*stored.grid, stored.tokens) < 1:
         raise Garbage("a header makes no sense")
     if stored.grid_rows and not kept_rows.fits(stored.kept_rows, stored.grid_rows):
-        raise Garbage("a header says of other rows that they are kept")
+        raise Garbage("a header's kept_rows do not match its row count")
     if not hmac.compare_digest(stored.owner, owner(key, salt)):
         return None
     return Header(

@@ -14,8 +14,9 @@ class WorkerSettings(msgspec.Struct, tag=True):
     weights, empty: the same; `threads` is how many CPU threads may compute, 0 for torch's own choice. `attention` names
     a back end, or "auto"; `kernels` is "auto", "wait" or "torch". `graphs` are the patch budgets to capture, of at most
     `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`. `pool_bytes` of the
-    device's own memory are set aside for rows that others read there; 0: none. `hf`: what it said of a model that
-    it computes. With `core_share` a worker with all cores divides them with other processes.
+    device's own memory are set aside for rows that others read there; 0: none. `hf`: what transformers says of a
+    model that it computes; None for a family of ours. With `core_share` a worker with all cores divides them with other
+    processes.
     """
 
     folder: str

@@ -233,7 +233,7 @@ class Message(Cached):
     @model_validator(mode="after")
     def _one_word_for_reasoning(self) -> Message:
         if None not in (self.reasoning_content, self.reasoning) and self.reasoning_content != self.reasoning:
-            raise ValueError("reasoning_content and reasoning are one thing, and say two")
+            raise ValueError("reasoning_content and reasoning are aliases and have different values")
         return self
 
     @property
@@ -306,7 +306,7 @@ class TemplateSettings(Model):
     @model_validator(mode="after")
     def _one_word_for_thinking(self) -> TemplateSettings:
         if None not in (self.enable_thinking, self.thinking) and self.enable_thinking != self.thinking:
-            raise ValueError("enable_thinking and thinking are one thing, and say two")
+            raise ValueError("enable_thinking and thinking are aliases and have different values")
         return self
 
     @property
@@ -397,7 +397,7 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: true")
         if None not in (most := {self.max_tokens, self.max_completion_tokens}) and len(most) > 1:
-            raise ValueError("max_completion_tokens and max_tokens are one thing, and say two")
+            raise ValueError("max_completion_tokens and max_tokens are aliases and have different values")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice names tools, and there are none")
         if self.media_settings is None:

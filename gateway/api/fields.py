@@ -93,7 +93,7 @@ class MediaSettings(Model):
     def _one_word_for_sound(self) -> MediaSettings:
         """vLLM calls it otherwise."""
         if None not in (self.with_sound, self.use_audio_in_video) and self.with_sound != self.use_audio_in_video:
-            raise ValueError("with_sound and use_audio_in_video are one thing, and say two")
+            raise ValueError("with_sound and use_audio_in_video are aliases and have different values")
         return self
 
     @property
@@ -223,7 +223,7 @@ class SamplingFields(RequestFields, TruncationFields):
     @model_validator(mode="after")
     def _one_word_for_the_stop(self) -> SamplingFields:
         if None not in (given := (self.include_stop_str_in_output, self.no_stop_trim)) and given[0] != given[1]:
-            raise ValueError("include_stop_str_in_output and no_stop_trim are one thing, and say two")
+            raise ValueError("include_stop_str_in_output and no_stop_trim are aliases and have different values")
         return self
 
     @model_validator(mode="after")

@@ -325,9 +325,8 @@ def _resumed(
     for number, message in enumerate(given):
         field = f"resume[{number}]"
         if not 0 <= message.index < sampling.n or message.index in known:
-            raise InvalidInput(
-                "a resumed choice is none of the request's, or there twice", reason="BAD_RESUME", field=f"{field}.index"
-            )
+            why = "a resumed choice has an index that the request does not have, or has it twice"
+            raise InvalidInput(why, reason="BAD_RESUME", field=f"{field}.index")
         known.add(message.index)
         if len(message.token_ids) > sampling.max_tokens:
             raise InvalidInput(

@@ -85,7 +85,7 @@ class Absence:
             "no encoder can be used: requests with pictures or videos fail",
             for_seconds=round(now - self._since),
             encoders={encoder.address: encoder.trouble or "no answer yet" for encoder in known},
-            **({} if known else {"hint": "--encoders names nobody who is found: is the name, or the file, right?"}),
+            **({} if known else {"hint": "no address was found for --encoders: check the DNS name or the file"}),
         )
 
     def _tell_of_each(self, known: Sequence[Watched], now: float) -> None:

@@ -161,7 +161,7 @@ class PromptBuilder:
             found = [tuple(self._plain.ids_behind(each)) for each in ((word, f" {word}") if word else (text,))]
             found = [run for run in found if run and max(run) < self.vocab_size]
             if not found:
-                why = "no token is made of a bad word"
+                why = "a bad word has no tokens"
                 raise InvalidInput(why, reason="BAD_WORD", field="sampling.bad_words")
             runs.update(dict.fromkeys(found))
         return tuple(runs)

@@ -303,7 +303,7 @@ def _check_final(message: Message, field: str) -> None:
     """Raises InvalidInput where nothing goes on behind the last message."""
     ends_with_text = bool(message.parts) and isinstance(message.parts[-1], str)
     if message.role != "assistant" or message.tool_calls or not ends_with_text:
-        why = "an answer goes on behind an assistant's message that ends with a text, and has no calls"
+        why = "continue_final_message needs a last message of the assistant that ends with text and has no tool calls"
         raise InvalidInput(why, reason="BAD_FINAL_MESSAGE", field=field)
 
 

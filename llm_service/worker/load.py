@@ -329,8 +329,8 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
 
 
 def _own_adaptable(settings: EngineSettings, hf: HfModel, checkpoint: Checkpoint) -> Adaptable:
-    """What a checkpoint's own adapters may change: by our names where our decoder knows its text, else by the
-    hf's."""
+    """What a checkpoint's own adapters may change: by our names where our decoder knows its text, else by
+    transformers'."""
     try:
         check_text(str(hf.text.get("model_type")))
         return adaptable_of(hf.text, settings.max_lora_rank, max_context=settings.max_context)

@@ -47,7 +47,8 @@ its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` fo
 
 - **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)); `tests/parity` compares more of it.
 - **transformers** computes rows, and what stands for them in a prompt ([transformers.md](design/transformers.md)).
-  The text is computed, over our scheduler and paged cache, by *our decoder*, as that of a family is, or by it.
+  The text is computed, over our scheduler and paged cache, by *our decoder*, as for native families, or by
+  *transformers*.
 - **compared**: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
   float32. Token ids and 32 greedy tokens were transformers' own.
     - Prompts: text alone, a picture, two pictures of different size between texts; also videos, sounds, and videos with

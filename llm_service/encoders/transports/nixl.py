@@ -48,7 +48,7 @@ class Nixl:
 
     async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
         """Connects with the encoder's agent, where it is another one than before, or ours is, or a read has failed:
-        transformers may know it no more. Where that takes long, it goes on in the background."""
+        the library may have forgotten it. Where that takes long, it goes on in the background."""
         told, agent = info.nixl_agent, self._reader.agent
         if self._memory is not None and self._memory.agent != told.name:
             self._let_go()  # of one that has ended; what failed there may fail with the next one
