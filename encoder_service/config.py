@@ -33,45 +33,45 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     )
     dtype: str = option(
         "auto",
-        "element type of rows, which has to be that of the LLM services; auto is bfloat16 on GPUs, and on CPUs with"
-        " AVX512-BF16 where the checkpoint is stored in it; else float32",
+        "element type of rows, the same as the LLM services'; auto is bfloat16 on GPUs, and on CPUs with AVX512-BF16 if"
+        " the checkpoint is stored in it; else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     tower_dtype: str = option(
         "auto",
-        "element type of weights, in which rows are computed; auto is --dtype's, but float32 on CPUs that cannot"
-        " multiply in that",
+        "element type of weights, in which rows are computed; auto is --dtype, but float32 on CPUs that cannot multiply"
+        " in it",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     threads: int = option(0, "CPU threads of one worker; 0 shares the cores among the workers", minimum=0)
     core_share: bool = option(
-        True, "on a CPU, divide the cores with other services that would compute on all of the same ones meanwhile"
+        True, "on a CPU, share the cores with other services that compute on all of them at the same time"
     )
     attention: str = option(
         "auto",
-        "how the vision tower's attention is computed; auto takes the first that works here, in graphs the fastest",
+        "back end of the vision tower's attention; auto: the first that works here, in graphs the fastest",
         choices=("auto", "flash3", "flash", "triton", "numba", "sdpa"),
         group="how rows are computed",
     )
     kernels: str = option(
         "auto",
-        "our own kernels for CPUs, which are compiled at the first start and kept: auto has torch compute meanwhile,"
-        " with wait the service is ready when they are, torch does without",
+        "our own kernels for CPUs, compiled at the first start and kept; auto: torch computes until they are ready;"
+        " wait: the service is not ready before they are; torch: never use them",
         choices=("auto", "wait", "torch"),
     )
     graphs: str = option(
         "auto", "CUDA graphs of the vision tower: auto, off, or the numbers of patches to capture, such as 512,1024"
     )
-    graph_bytes: int = option(4 << 30, "GPU memory that these may hold in one worker", parse=size, minimum=0)
+    graph_bytes: int = option(4 << 30, "GPU memory for CUDA graphs in one worker", parse=size, minimum=0)
     start_seconds: float = option(
         600.0,
-        "longest that a worker may take to load the vision tower, or a decode process to start, before it is ended",
+        "longest that a worker may take to load the vision tower, or a decode process to start, before it is killed",
         minimum=0.1,
         group="workers that fail",
     )
     worker_patience_seconds: float = option(
         15.0,
-        "a batch may take this long, or 20 times what such a batch took lately, before its worker counts as hung",
+        "a batch may take this long, or 20 times what such batches took recently, before its worker counts as hung",
         minimum=1,
     )
     worker_seconds: float = option(300.0, "longest that one batch may take before its worker is replaced", minimum=1)
@@ -85,60 +85,58 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     )
     shared_store_seconds: float = option(
         0.5,
-        "longest that an answer from there may take; of rows, which may take longer together, the next MiB of them;"
-        " what is slower is a miss",
+        "longest that one answer of the shared store may take, or the next MiB of rows; anything slower is a miss",
         minimum=0.01,
     )
-    shared_store_ttl_seconds: float = option(3600.0, "how long rows stay there after they were last used", minimum=1)
+    shared_store_ttl_seconds: float = option(3600.0, "how long that store keeps rows after their last use", minimum=1)
     shared_wait_seconds: float = option(
         5.0, "longest wait for rows that another replica is computing, before they are computed here too", minimum=0.1
     )
     decode_processes: int = option(
         0,
-        "processes that decode media; 0: one for each core beside those of --workers, 2 to 8",
+        "processes that decode media; 0: one for each core except one for each of --workers, 2 to 8",
         minimum=0,
         maximum=64,
         group="decoding",
     )
     decode_seconds: float = option(
         60.0,
-        "longest that one media file may keep decode processes at work, to look at it and to decode it",
+        "longest that decode processes may work on one media file, to read its header and to decode it",
         minimum=0.1,
     )
     decode_memory_bytes: int = option(
         0,
-        "memory that one decode process may map beside the staging memory; 0: half of what the container may take, 1 to"
-        " 4 GiB",
+        "memory that one decode process may map besides staging memory; 0: half of the container's limit, 1 to 4 GiB",
         parse=size,
         minimum=0,
     )
     staging_bytes: int = option(1 << 30, "memory for media on the way to a worker", parse=size, minimum=1 << 16)
-    batch_patches: int = option(16_384, "patches that are packed into one pass", minimum=4, group="passes")
-    batch_items: int = option(64, "items that are packed into one pass", minimum=1)
+    batch_patches: int = option(16_384, "most patches in one pass", minimum=4, group="passes")
+    batch_items: int = option(64, "most items in one pass", minimum=1)
     max_patches_per_call: int = option(
         65_536, "most patches of one picture or frame group; bounds a worker's memory", minimum=4
     )
     pass_seconds: float = option(
         0.25,
-        "longest that a pass of several items or frame groups should take, by the pace of late; 0: any time",
+        "longest that a pass of several items or frame groups should take, by the recent pace; 0: unbounded",
         minimum=0.0,
     )
     device_pool_bytes: int = option(
         0,
-        "GPU memory of each worker that keeps rows for LLM services with --row-mirror, by CUDA IPC; 0: none",
+        "each worker's GPU memory for rows that LLM services with --row-mirror copy by CUDA IPC; 0: none",
         parse=size,
         minimum=0,
         group="rows on their way",
     )
     shared_memory: bool = option(True, "hand rows to LLM services of the same user on the same host by shared memory")
     local_dir: str = option(
-        "", "folder for the socket that hands them out, for containers to share; by default an abstract socket"
+        "", "folder of the socket for shared memory, which containers can share; by default an abstract socket"
     )
     lease_seconds: float = option(10.0, "longest that a reader may take to copy rows from our memory", minimum=0.1)
     nixl: str = option(
         "",
-        "have LLM services with the same option read rows from the store by NIXL, by RDMA where the network has it: UCX"
-        " for InfiniBand and RoCE, LIBFABRIC for EFA; whoever reaches its ports can read and write the store",
+        "let LLM services with the same option read rows by NIXL, by RDMA if the network has it: UCX for InfiniBand and"
+        " RoCE, LIBFABRIC for EFA; anyone who reaches its ports can read and write the store",
         choices=BACKENDS,
     )
     stall_seconds: float = option(60.0, "longest that a caller may take to accept one message", minimum=0.1)
@@ -146,7 +144,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         1024, "items held at once; further ones are refused", minimum=1, group="what may wait"
     )
     max_queued_bytes: int = option(
-        1 << 30, "bytes of media held at once, those of downloads under way included", parse=size, minimum=1
+        1 << 30, "bytes of media held at once, including downloads in progress", parse=size, minimum=1
     )
 
     def validate(self) -> None:
@@ -162,9 +160,9 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         if self.batch_patches > self.max_patches_per_call:
             raise ValueError("--batch-patches must not be above --max-patches-per-call")
         if 0 < self.decode_memory_bytes < _LEAST_DECODER_BYTES:
-            raise ValueError("--decode-memory-bytes must be 1 GiB at least, or 0")
+            raise ValueError("--decode-memory-bytes must be at least 1 GiB, or 0")
         if self.device_pool_bytes and not self.shared_memory:
-            raise ValueError("--device-pool-bytes needs --shared-memory: that is how a shared host is proved")
+            raise ValueError("--device-pool-bytes needs --shared-memory, which proves that both are on one host")
         self.graph_budgets()
         self.check_server()
         self.check_fetch()

@@ -33,15 +33,15 @@ class GatewayConfig:
         "file of bearer tokens, one a line, or of callers' names, a tab and their tokens; callers must send one",
         group="callers",
     )
-    tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks TLS alone")
+    tls_cert: str = option("", "PEM certificate chain; with --tls-key, the port speaks only TLS")
     tls_key: str = option("", "PEM private key of --tls-cert")
     allow_origins: tuple[str, ...] = option(
-        (), "origins whose pages may ask from a browser: https://host[:port], comma-separated, or *", parse=words
+        (), "origins whose web pages may call it: https://host[:port], comma-separated, or *", parse=words
     )
     allow_hosts: tuple[str, ...] = option(
         (),
-        "names, or *, by which a gateway that listens on loopback without tokens may be asked, besides localhost,"
-        " addresses, and those of --allow-origins",
+        "Host names, or *, that a gateway on loopback without tokens accepts besides localhost, addresses, and those of"
+        " --allow-origins",
         parse=words,
     )
     llm_ca: str = option(
@@ -52,51 +52,51 @@ class GatewayConfig:
     llm_token: str = option("", "bearer token sent to LLM services", secret=True)
     llm_token_file: str = option("", "file that holds that token; of several, one a line, the first")
     max_requests: int = option(
-        512, "requests under way; further ones are refused at once", minimum=1, group="bounds of requests"
+        512, "requests served at once; further ones are refused", minimum=1, group="bounds of requests"
     )
     max_prompts: int = option(
         2048, "prompts of one request for completions or embeddings, or documents to score", minimum=1
     )
     max_prompt_calls: int = option(
-        32, "prompts of one such request that are at LLM services at once; the others wait", minimum=1
+        32, "prompts of one such request sent to LLM services at once; the others wait", minimum=1
     )
     max_batch_calls: int = option(
         128,
-        "prompts of all such requests that are at LLM services at once, for each service that can serve; a request"
-        " with one prompt does not wait for them",
+        "prompts of all such requests sent at once to each LLM service that can serve; a request with one prompt does"
+        " not wait for them",
         minimum=1,
     )
     max_connections: int = option(2048, "open connections; further ones are closed at once", minimum=1)
     max_body_bytes: int = option(64 << 20, "largest body of a request", parse=size, minimum=1 << 10)
     max_inflight_bytes: int = option(
-        512 << 20, "bytes of bodies that are here, or coming, at once; further ones are refused", parse=size, minimum=1
+        512 << 20, "bytes of bodies held or arriving at once; further ones are refused", parse=size, minimum=1
     )
     request_stall_seconds: float = option(
         10.0,
-        "a request of which nothing comes for this long is given up, and one whose head takes longer",
+        "a request that brings no data for this long is dropped, and one whose head takes longer",
         minimum=0.1,
     )
     answer_stall_seconds: float = option(
-        30.0, "a caller who takes nothing of an answer for this long is given up", minimum=0.1
+        30.0, "a caller who reads nothing of an answer for this long is dropped", minimum=0.1
     )
     request_seconds: float = option(
-        600.0, "longest that a request may take to the first token of its answer, and from one to the next", minimum=0.1
+        600.0, "longest wait for the first token of an answer, and from each token to the next", minimum=0.1
     )
     answer_seconds: float = option(
-        86400.0, "longest that a request may take whose answer gets on, its last token included", minimum=0.1
+        86400.0, "longest that a whole answer may take while tokens keep coming", minimum=0.1
     )
     max_handovers: int = option(
         2,
-        "LLM services that may end under one answer, each followed by another that goes on with it",
+        "how many crashes of LLM services an answer may survive, each time continued by another service",
         minimum=0,
         group="answers whose LLM service ends",
     )
     handover_seconds: float = option(
-        60.0, "an answer whose LLM service has ended waits this long for one that can go on with it", minimum=0
+        60.0, "how long an answer whose LLM service has ended waits for another to continue it", minimum=0
     )
     max_kept_bytes: int = option(
         256 << 20,
-        "bytes of requests that are kept for that until their answers end; beyond, an answer ends with its service",
+        "memory for requests kept to continue their answers; beyond it, an answer ends with its service",
         parse=size,
         minimum=0,
     )
@@ -117,7 +117,7 @@ class GatewayConfig:
                 continue
             host, _, port = address.removeprefix("dns:///").rpartition(":")
             if not host or "/" in host or not is_port(port):
-                raise ValueError(f"--llm: {address} is none of host:port, dns:///name:port and file:///path")
+                raise ValueError(f"--llm: {address} is not host:port, dns:///name:port or file:///path")
         for origin in self.allow_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"--allow-origins: {origin} is neither * nor scheme://host[:port] in small letters")

@@ -51,78 +51,78 @@ class LlmConfig(ServerConfig):
     encoders: tuple[str, ...] = option(
         (), "encoders: host:port, dns:///name:port or file:///path, comma-separated", parse=words
     )
-    device: str = option("auto", "auto, cpu or cuda:N; auto is cuda:0 where there is a GPU", group="devices and ranks")
-    threads: int = option(0, "CPU threads of each rank; 0: the cores shared out", minimum=0)
+    device: str = option("auto", "auto, cpu or cuda:N; auto is cuda:0 if there is a GPU", group="devices and ranks")
+    threads: int = option(0, "CPU threads of each rank; 0: an equal share of the cores", minimum=0)
     core_share: bool = option(
-        True, "on a CPU, divide the cores with other services that would compute on all of the same ones meanwhile"
+        True, "on a CPU, share the cores with other services that compute on all of them at the same time"
     )
     dtype: str = option(
         "auto",
-        "weights and rows; auto is bfloat16 on GPUs, and on CPUs with AVX512-BF16 where the checkpoint is stored in it;"
-        " else float32",
+        "type of weights and rows; auto is bfloat16 on GPUs, and on CPUs with AVX512-BF16 if the checkpoint is stored"
+        " in it; else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     tp: int = option(1, "tensor-parallel ranks, each with a GPU of its own, or sharing the CPU", minimum=1)
     enable_expert_parallel: bool = option(
-        False, "each rank has some of a layer's experts whole, in place of a part of every one"
+        False, "each rank holds some of a layer's experts whole, instead of a part of every expert"
     )
     symmetric_memory: bool = option(
         False,
-        "ranks on GPUs of one host sum by reading each other's memory, where it is little, and not by NCCL",
+        "ranks on GPUs of one host compute small sums by reading each other's memory, not by NCCL",
     )
     nodes: int = option(
-        0, "hosts that the ranks are spread over; 0: WORLD_SIZE where MASTER_ADDR is set, else 1", minimum=0
+        0, "hosts that the ranks are spread over; 0: WORLD_SIZE if MASTER_ADDR is set, else 1", minimum=0
     )
-    node_rank: int = option(-1, "which of them this is, the first one serves; -1: RANK, or 0", minimum=-1)
-    rendezvous: str = option("", "where they meet, host:port of the first one; by default MASTER_ADDR:MASTER_PORT")
+    node_rank: int = option(-1, "this host's number; 0 serves; -1: RANK, or 0", minimum=-1)
+    rendezvous: str = option("", "host:port of the first host, where ranks meet; by default MASTER_ADDR:MASTER_PORT")
     rank_timeout_seconds: float = option(
-        4.0, "a rank that keeps the others waiting for this long is taken for frozen", minimum=0.1
+        4.0, "a rank that keeps the others waiting this long counts as frozen", minimum=0.1
     )
     weight_dtype: str = option(
         "",
-        "int8 rounds matrices to 8 bits when they are loaded, and w8a8, on GPUs and CPUs with AVX512-VNNI, what a"
-        " layer's are multiplied with as well; by default they are as --dtype",
+        "int8 rounds matrices to 8 bits when they are loaded; w8a8, on GPUs and CPUs with AVX512-VNNI, rounds layers'"
+        " activations as well; by default both are as --dtype",
         choices=("", "int8", "w8a8"),
         group="how it is computed",
     )
     attention: str = option(
         "auto",
-        "what computes attention: triton or flash on GPUs, numba or torch on CPUs",
+        "back end of attention: triton or flash on GPUs, numba or torch on CPUs",
         choices=("auto", "torch", "numba", "triton", "flash"),
     )
     kernels: str = option(
         "auto",
-        "our own kernels for CPUs, which are compiled at the first start and kept: auto has torch compute meanwhile,"
-        " with wait the service is ready when they are, torch does without",
+        "our own kernels for CPUs, compiled at the first start and kept; auto: torch computes until they are ready;"
+        " wait: the service is not ready before they are; torch: never use them",
         choices=("auto", "wait", "torch"),
     )
-    graphs: str = option("auto", "CUDA graphs of the decoder, where there is a GPU", choices=("auto", "off"))
-    graph_bytes: int = option(1 << 30, "GPU memory that these may hold, on each rank", parse=size, minimum=0)
+    graphs: str = option("auto", "CUDA graphs of the decoder, if there is a GPU", choices=("auto", "off"))
+    graph_bytes: int = option(1 << 30, "GPU memory for CUDA graphs on each rank", parse=size, minimum=0)
     compile: bool = option(
-        False, "have torch compile the layers, but for attention: a slower start; for one rank on a GPU"
+        False, "compile the layers except attention with torch.compile: a slower start; for one rank on a GPU"
     )
     step_seconds: float = option(
         600.0,
-        "longest that one step may take before the engine is taken for hung, as by its GPU, and replaced",
+        "longest that one step may take before the engine counts as hung and is replaced",
         minimum=1,
         group="engines that fail",
     )
     start_seconds: float = option(
         1800.0,
-        "longest that the engine may take to load the model, the wait for ranks of other hosts included, before it is"
-        " ended",
+        "longest that the engine may take to load the model, including the wait for other hosts' ranks, before it is"
+        " killed",
         minimum=0.1,
     )
     spare_engine: bool = option(
-        False, "keep another engine process that has everything imported: after a crash it serves in half the time"
+        False, "keep a second engine process with everything imported: after a crash it serves in half the time"
     )
     max_handovers: int = option(2, "how many engine crashes a request may survive", minimum=0)
     handover_seconds: float = option(
-        60.0, "how long requests wait for the next engine, those that come meanwhile included", minimum=0.0
+        60.0, "how long requests, including new ones, wait for the next engine", minimum=0.0
     )
     kv_memory_share: float = option(
         0.0,
-        "share of the memory that the largest step leaves free; 0: 0.9 of a GPU's, 0.4 of a CPU's",
+        "KV blocks' share of the memory that the largest step leaves free; 0: 0.9 of a GPU's, 0.4 of a CPU's",
         minimum=0.0,
         maximum=1.0,
         group="memory",
@@ -138,12 +138,12 @@ class LlmConfig(ServerConfig):
     )
     snapshot_share: float = option(
         0.2,
-        "of the memory for KV blocks, what snapshots of states take, in models whose layers have states",
+        "share of the memory for KV blocks that snapshots take in models whose layers have states",
         minimum=0.0,
         maximum=0.9,
     )
     block_size: int = option(16, "tokens of a KV block", minimum=1, maximum=256)
-    prefix_cache: bool = option(True, "use computed KV blocks again for prompts that begin alike")
+    prefix_cache: bool = option(True, "reuse computed KV blocks for prompts that begin alike")
     max_context: int = option(
         0,
         "longest prompt and output together, in tokens, if the model and the cache allow it; 0: what they allow",
@@ -152,8 +152,8 @@ class LlmConfig(ServerConfig):
     row_cache_bytes: int = option(512 << 20, "shared memory for embedding rows", parse=size, minimum=1 << 16)
     max_step_tokens: int = option(
         0,
-        "tokens computed in one step: bounds how long a prefill delays decodes; 0: 512 on a CPU, 4096 on a GPU, 8192 "
-        "where that has 60 GiB, and more where a model computes more at once of an item or a prompt",
+        "tokens computed in one step: bounds how long a prefill delays decodes; 0: 512 on a CPU, 4096 on a GPU, 8192 on"
+        " one with 60 GiB, and more if the model computes an item or a prompt at once",
         minimum=0,
         group="steps, and what waits for them",
     )
@@ -166,14 +166,14 @@ class LlmConfig(ServerConfig):
     max_running: int = option(0, "sequences computed at once; 0: 64 on a CPU, 256 on a GPU", minimum=0)
     max_requests: int = option(
         0,
-        "requests served or waiting; further ones are refused at once; 0: twice --max-running, and --max-waiting and"
+        "requests served or waiting; further ones are refused at once; 0: twice --max-running plus --max-waiting plus"
         " --max-waiting-media",
         minimum=0,
     )
     max_waiting: int = option(
         256,
-        "requests that wait for their first token, besides those of --max-waiting-media; further ones are refused at"
-        " once",
+        "requests that wait for their first token, not counting those of --max-waiting-media; further ones are refused"
+        " at once",
         minimum=1,
     )
     max_waiting_tokens: int = option(
@@ -184,33 +184,33 @@ class LlmConfig(ServerConfig):
     )
     max_waiting_media: int = option(
         192,
-        "requests that wait for encoders' rows of their media, or for room for them; further ones are refused at once,"
-        " while texts, and media whose rows are here, go on",
+        "requests that wait for rows from encoders, or for room for them; further ones are refused at once, but not"
+        " texts, nor media whose rows are here",
         minimum=1,
     )
     keep_media_whole: bool = option(
-        False, "a step computes all of a picture's or frame group's rows or none, where they fit a step"
+        False, "a step computes all of a picture's or frame group's rows or none, if they fit a step"
     )
     early_prefill_tokens: int = option(
-        64, "prefill a prompt whose rows are not all here by at least so many tokens; 0: wait for all rows", minimum=0
+        64, "fewest tokens by which to prefill a prompt whose rows are not all here; 0: wait for all rows", minimum=0
     )
     overlap: str = option(
         "auto",
-        "plan the next step while one is computed, with the same tokens either way; auto: on GPUs",
+        "plan the next step while one is computed; the tokens are the same; auto: on GPUs",
         choices=("auto", "yes", "no"),
     )
     speculative_tokens: int = option(
         0,
-        "drafts of a sequence that a step verifies at most; the tokens are the same with any number",
+        "most drafts of a sequence that a step verifies; the tokens are the same with any number",
         minimum=0,
         maximum=32,
         group="speculative decoding",
     )
     speculative_method: str = option(
         "",
-        "where drafts come from: ngram, what followed a sequence's last tokens where they stood before, the default;"
-        " draft_model, the default where there is a --draft-model; mtp, the checkpoint's own layer for multi-token"
-        " prediction; eagle3, an EAGLE-3 head, which --draft-model names",
+        "where drafts come from: ngram (the default), what followed the sequence's last tokens earlier; draft_model"
+        " (the default with --draft-model); mtp, the checkpoint's own layer for multi-token prediction; eagle3, the"
+        " EAGLE-3 head that --draft-model names",
         choices=("", "ngram", "draft_model", "mtp", "eagle3"),
     )
     draft_model: str = option(
@@ -220,7 +220,7 @@ class LlmConfig(ServerConfig):
     )
     video_pruning_rate: float = option(
         0.0,
-        "share of a video's rows to drop where a request does not say: those that change least from frame to frame",
+        "share of a video's rows to drop unless a request says: those that change least from frame to frame",
         minimum=0.0,
         group="media of a request",
     )
@@ -229,19 +229,19 @@ class LlmConfig(ServerConfig):
     max_audios: int = option(4, "sounds in one request", minimum=0)
     kv_host_bytes: int = option(
         0,
-        "host memory of each rank for computed KV blocks that have to make way for others; 0: they are forgotten",
+        "each rank's host memory for KV blocks evicted from the device; 0: they are dropped",
         parse=size,
         minimum=0,
         group="KV blocks elsewhere",
     )
     kv_events: str = option(
         "",
-        "where to publish by ZeroMQ, as vLLM does, which KV blocks are found here: tcp://*:PORT, or tcp://HOST:PORT of"
-        " a subscriber that waits for it; empty: nowhere",
+        "where to publish events of KV blocks by ZeroMQ, as vLLM does: tcp://*:PORT, or tcp://HOST:PORT of a subscriber"
+        " that waits for it; empty: nowhere",
     )
-    kv_events_topic: str = option("", "what these begin with, such as kv@HOST:PORT@MODEL for llm-d")
-    kv_events_replay: str = option("", "where subscribers ask for those that they have missed: tcp://*:PORT")
-    kv_events_replay_bytes: int = option(64 << 20, "memory for these", parse=size, minimum=0)
+    kv_events_topic: str = option("", "topic of these events, such as kv@HOST:PORT@MODEL for llm-d")
+    kv_events_replay: str = option("", "where subscribers ask for events that they missed: tcp://*:PORT")
+    kv_events_replay_bytes: int = option(64 << 20, "memory for events to replay", parse=size, minimum=0)
     lend_prefill: bool = option(
         False, "compute prompts for other services of this model, which read the KV blocks (their --prefill-services)"
     )
@@ -255,70 +255,70 @@ class LlmConfig(ServerConfig):
         512, "prompts that lack so many tokens of KV or more are computed by --prefill-services", minimum=1
     )
     prefill_seconds: float = option(
-        60.0, "longest that such a prompt may take there before it is computed here", minimum=0.1
+        60.0, "longest that a prompt may take at --prefill-services before it is computed here", minimum=0.1
     )
     prefill_ca: str = option("", "PEM roots of the certificates of --prefill-services; turns TLS on towards them")
     prefill_cert: str = option("", "PEM client certificate shown to --prefill-services")
     prefill_key: str = option("", "PEM private key of --prefill-cert")
     prefill_token_file: str = option("", "file that holds the bearer token sent to --prefill-services")
     session_seconds: float = option(
-        600.0, "time that a conversation is kept warm after its last turn", minimum=0.0, group="conversations"
+        600.0, "how long a conversation is kept warm after its last turn", minimum=0.0, group="conversations"
     )
     session_share: float = option(
-        0.25, "of KV blocks and of rows, what one tenant's conversations keep at most", minimum=0.0, maximum=1.0
+        0.25, "most of KV blocks and of rows that one tenant's conversations keep", minimum=0.0, maximum=1.0
     )
-    max_sessions: int = option(1024, "conversations kept warm; the longest unused gives way", minimum=1)
-    max_tenant_sessions: int = option(64, "of these, conversations of one tenant", minimum=1)
+    max_sessions: int = option(1024, "conversations kept warm; the least recently used is dropped", minimum=1)
+    max_tenant_sessions: int = option(64, "conversations kept warm for one tenant", minimum=1)
     served_model_name: tuple[str, ...] = option(
         (),
-        "names that requests may ask for, comma-separated, of which the first is the model's; by default the folder's,"
-        " or that on the hub",
+        "names that requests may ask for, comma-separated; the first is the model's; by default the folder's name, or"
+        " that on the hub",
         parse=words,
         group="names, sampling, and the chat template",
     )
     generation_config: str = option(
         "auto",
-        "what sampling is like where requests do not say: auto is by the checkpoint's generation_config.json, none by"
-        " no file, else by that of this folder",
+        "defaults of sampling: auto takes the checkpoint's generation_config.json, none no file, a folder that folder's"
+        " file",
     )
     override_generation_config: Mapping[str, Any] | None = option(
         None,
-        "parameters that go before those of that file, as a JSON object; max_new_tokens bounds every answer",
+        "parameters that override that file's, as a JSON object; max_new_tokens bounds every answer",
         parse=json_object,
     )
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
-        "variables of the chat template where requests do not say, as a JSON object",
+        "defaults for variables of the chat template, as a JSON object",
         parse=json_object,
     )
-    chat_template: str = option("", "file with a chat template (Jinja), in place of the checkpoint's own")
+    chat_template: str = option("", "file with a chat template (Jinja), instead of the checkpoint's own")
     tool_call_parser: str = option(
         "auto",
-        "how the model writes calls; auto is as its chat template shows, and none leaves them in the text",
+        "how the model writes tool calls; auto: as its chat template shows; none: calls stay in the text",
         choices=("auto", *TOOL_CALL_PARSERS),
     )
     reasoning_parser: str = option(
         "auto",
-        "what stands around the model's reasoning; auto is as its chat template shows, and none leaves it in the text",
+        "what marks the model's reasoning; auto: as its chat template shows; none: it stays in the text",
         choices=("auto", *REASONING_PARSERS),
     )
     strict_tools: str = option(
         "refuse",
-        "strict functions where calls as the model writes them cannot be held to a schema: they are refused, or"
-        " (best-effort) served as others are",
+        "what to do with strict functions if the model's way of writing calls cannot be held to a schema: refuse them,"
+        " or serve them as others (best-effort)",
         choices=("refuse", "best-effort"),
     )
     lora_dir: str = option(
-        "", "folder below which LoRA adapters in peft's form may be read; empty: none is served", group="LoRA adapters"
+        "", "folder from below which LoRA adapters in peft's form are read; empty: none", group="LoRA adapters"
     )
     lora_modules: tuple[str, ...] = option(
         (), "adapters to load at the start: name=folder, relative to --lora-dir, comma-separated", parse=words
     )
     max_loras: int = option(
-        8, "adapters that steps compute from at once; the memory of so many slots is set aside", minimum=1, maximum=256
+        8, "slots: adapters that one step can use, whose memory is reserved", minimum=1, maximum=256
     )
-    max_lora_rank: int = option(16, "largest rank of an adapter, which is that of every slot", minimum=1, maximum=512)
-    max_loaded_loras: int = option(64, "adapters loaded at once, those in no slot included", minimum=1)
+    max_lora_rank: int = option(16, "largest rank of an adapter, and that of every slot", minimum=1, maximum=512)
+    max_loaded_loras: int = option(64, "adapters loaded at once, including those in no slot", minimum=1)
     max_prompt_bytes: int = option(1 << 20, "longest prompt text", parse=size, minimum=1, group="bounds of a request")
     max_parts: int = option(4096, "messages of one conversation, and parts of all of them", minimum=1)
     max_choices: int = option(8, "n of one request", minimum=1)
@@ -339,7 +339,7 @@ class LlmConfig(ServerConfig):
         minimum=1,
     )
     max_structure_repeats: int = option(
-        65_536, "length of a regex, grammar or schema once what it repeats at least so often is written out", minimum=1
+        65_536, "length of a regex, grammar or schema with minimum repetitions written out", minimum=1
     )
     max_structure_depth: int = option(128, "deepest nesting of groups in a regex or grammar", minimum=1)
     max_compiled_bytes: int = option(32 << 20, "memory of one compiled structure", parse=size, minimum=1 << 16)
@@ -350,29 +350,29 @@ class LlmConfig(ServerConfig):
         120.0, "longest that an item's encoding may take", minimum=0.1, group="encoders, and their rows"
     )
     encoder_silence_seconds: float = option(
-        2.5, "an encoder that says nothing on a stream for this long is taken for frozen", minimum=1.5
+        2.5, "an encoder that is silent on a stream for this long counts as frozen", minimum=1.5
     )
     encoder_wait_seconds: float = option(
-        5.0, "how long an item waits for room where all encoders are full, or to its deadline", minimum=0
+        5.0, "how long an item waits for room if all encoders are full, at most to its deadline", minimum=0
     )
     encoder_hedge_seconds: float = option(
         10.0,
-        "an item that has waited so long for its first row, and far longer than it would elsewhere, is asked for at"
-        " another encoder as well; 0: never",
+        "an item that waits this long for its first row, and far longer than it would elsewhere, is sent to another"
+        " encoder as well; 0: never",
         minimum=0,
     )
     encoder_connections: int = option(
         1, "connections to each encoder; with several, a large item's rows come over all of them", minimum=1, maximum=16
     )
     shared_memory: bool = option(True, "read rows from the memory of encoders of the same user on the same host")
-    local_dir: str = option("", "folder of the sockets through which it is had, where encoders are told a --local-dir")
+    local_dir: str = option("", "folder of the sockets for shared memory, if encoders have a --local-dir")
     nixl: str = option(
         "",
-        "read rows of encoders with the same option by NIXL, by RDMA where the network has it: UCX for InfiniBand and"
+        "read rows of encoders with the same option by NIXL, by RDMA if the network has it: UCX for InfiniBand and"
         " RoCE, LIBFABRIC for EFA",
         choices=BACKENDS,
     )
-    nixl_bytes: int = option(64 << 20, "memory for rows on their way by NIXL", parse=size, minimum=4 << 20)
+    nixl_bytes: int = option(64 << 20, "memory for rows in transit by NIXL", parse=size, minimum=4 << 20)
     row_mirror: bool = option(
         False,
         "mirror the row cache in each rank's GPU memory (another --row-cache-bytes), so that encoders with"
@@ -433,18 +433,18 @@ class LlmConfig(ServerConfig):
         if self.kernels == "torch" and self.attention == "numba":
             raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
         if 0.0 < self.decode_slowdown <= 1.0:
-            raise ValueError("--decode-slowdown must be above 1, or 0: prompts take their time from somebody")
+            raise ValueError("--decode-slowdown must be above 1, or 0: prefill always takes some time from decodes")
         if self.max_running > self.max_step_tokens > 0:
             raise ValueError("--max-step-tokens must be at least --max-running, so that every decode fits a step")
         self._check_speculation()
         if self.kv_host_bytes and not self.prefix_cache:
-            raise ValueError("--kv-host-bytes needs --prefix-cache: nothing else would find these blocks")
+            raise ValueError("--kv-host-bytes needs --prefix-cache, which finds these blocks")
         self._check_kv_events()
         self._check_prefill()
         if bool(self.encoder_cert) != bool(self.encoder_key):
             raise ValueError("--encoder-cert and --encoder-key go together")
         if self.row_mirror and not self.shared_memory:
-            raise ValueError("--row-mirror needs --shared-memory: that is how a shared host is proved")
+            raise ValueError("--row-mirror needs --shared-memory, which proves that both are on one host")
         if self.encoder_cert and not self.encoder_ca:
             raise ValueError("--encoder-cert needs --encoder-ca")
         if self.encoder_token and self.encoder_token_file:
@@ -468,7 +468,7 @@ class LlmConfig(ServerConfig):
         device, nodes = self.chosen_device, self.meeting().nodes
         check_device(device, self.tp // nodes)
         if self.row_mirror and nodes > 1:
-            raise ValueError("--row-mirror is for ranks on one host: those of other hosts need rows in its memory")
+            raise ValueError("--row-mirror is for ranks on one host: those of other hosts need rows in host memory")
         if self.symmetric_memory and (self.tp == 1 or nodes > 1):
             raise ValueError("--symmetric-memory is for several --tp ranks on one host")
         if self.symmetric_memory and device == "cpu":
@@ -477,7 +477,7 @@ class LlmConfig(ServerConfig):
     def _check_speculation(self) -> None:
         if (self.draft_model or self.speculative_method) and not self.speculative_tokens:
             option = "--draft-model" if self.draft_model else "--speculative-method"
-            raise ValueError(f"{option} needs --speculative-tokens, which says how many drafts there are")
+            raise ValueError(f"{option} needs --speculative-tokens, the number of drafts")
         if bool(self.draft_model) != (self.method in ("draft_model", "eagle3")):
             raise ValueError("--draft-model and --speculative-method draft_model or eagle3 go together")
         if self.speculative_tokens and self.overlap == "yes":
@@ -486,19 +486,19 @@ class LlmConfig(ServerConfig):
     def _check_kv_events(self) -> None:
         for name, endpoint in (("--kv-events", self.kv_events), ("--kv-events-replay", self.kv_events_replay)):
             if endpoint and not _is_endpoint(endpoint):
-                raise ValueError(f"{name}: {endpoint} is none of tcp://*:PORT, tcp://HOST:PORT and ipc://PATH")
+                raise ValueError(f"{name}: {endpoint} is not tcp://*:PORT, tcp://HOST:PORT or ipc://PATH")
         if self.kv_events and not self.prefix_cache:
-            raise ValueError("--kv-events needs --prefix-cache: no block would be found")
+            raise ValueError("--kv-events needs --prefix-cache: without it no block is cached")
         if self.kv_events_replay and not self.kv_events:
-            raise ValueError("--kv-events-replay needs --kv-events: there is nothing to be missed")
+            raise ValueError("--kv-events-replay needs --kv-events")
 
     def _check_adapters(self) -> None:
         if self.lora_modules and not self.lora_dir:
             raise ValueError("--lora-modules needs --lora-dir, the folder below which adapters may be read")
         if any(not all(each.partition("=")[::2]) for each in self.lora_modules):
-            raise ValueError("--lora-modules is name=folder, comma-separated")
+            raise ValueError("--lora-modules must be name=folder, comma-separated")
         if self.lora_dir and self.compile:
-            raise ValueError("--lora-dir and --compile exclude each other: what adapters add is not compiled")
+            raise ValueError("--lora-dir and --compile exclude each other: adapters cannot be compiled")
 
     def meeting(self, environ: Mapping[str, str] = os.environ) -> Meeting:
         """Where and with how many hosts the ranks meet, from the options or the variables that launchers set.
@@ -554,4 +554,4 @@ def _check_addresses(option: str, addresses: Sequence[str]) -> None:
             continue
         host, _, port = address.removeprefix("dns:///").rpartition(":")
         if not host or "/" in host or not is_port(port):
-            raise ValueError(f"{option}: {address} is none of host:port, dns:///name:port and file:///path")
+            raise ValueError(f"{option}: {address} is not host:port, dns:///name:port or file:///path")

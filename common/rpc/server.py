@@ -43,7 +43,7 @@ class ServerConfig:
 
     listen: str = option("127.0.0.1:0", LISTEN)
     tls_cert: str = option(
-        "", "PEM certificate chain; with --tls-key, the port speaks TLS alone", group="TLS and tokens"
+        "", "PEM certificate chain; with --tls-key, the port speaks only TLS", group="TLS and tokens"
     )
     tls_key: str = option("", "PEM private key of --tls-cert")
     tls_client_ca: str = option("", "PEM roots; callers must then show a certificate signed by one of them")
@@ -52,12 +52,12 @@ class ServerConfig:
     grace_seconds: float = option(30.0, "on SIGTERM, running calls get this long to finish", minimum=0, group="calls")
     max_inflight_bytes: int = option(
         256 << 20,
-        "bytes of requests that are here, or coming, at once; further ones are refused",
+        "bytes of requests held or arriving at once; further ones are refused",
         parse=size,
         minimum=2 << 20,
     )
     request_stall_seconds: float = option(
-        10.0, "a request whose connection brings less than 64 KiB in this time is given up", minimum=0.1
+        10.0, "a request whose connection brings less than 64 KiB in this time is dropped", minimum=0.1
     )
     max_concurrent_calls: int = option(
         1024, "calls served at once; further ones are refused", minimum=1, maximum=(1 << 30) - 1

@@ -30,7 +30,7 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default():
         (["--model=m", "--kernels=torch", "--attention=numba"], "--kernels torch does without"),
         (["--model=m", "--batch-patches=9", "--max-patches-per-call=8"], "--batch-patches"),
         (["--model=m", "--workers=0"], "not within"),
-        (["--model=m", "--decode-memory-bytes=1MiB"], "--decode-memory-bytes must be 1 GiB at least"),
+        (["--model=m", "--decode-memory-bytes=1MiB"], "--decode-memory-bytes must be at least 1 GiB"),
         (["--model=m", "--device=cuda:0"], "--device cuda:0: no GPU"),
         (["--model=m", "--max-image-bytes=lots"], "expected a size"),
         (["--model=m", "--tls-cert=x"], "--tls-key"),
