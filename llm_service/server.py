@@ -492,7 +492,7 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
         session_share=config.session_share,
         snapshot_share=config.snapshot_share,
         structure_cache_bytes=config.structure_cache_bytes,
-        row_bytes=config.row_cache_bytes,
+        row_arena_bytes=config.row_cache_bytes,
         row_levels=served.levels,
         row_mirror=config.row_mirror,
         log_level=config.log_level,

@@ -73,7 +73,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     draft_model: str
     session_share: float
     structure_cache_bytes: int
-    row_bytes: int
+    row_arena_bytes: int
     row_levels: int
     row_mirror: bool
     log_level: str

@@ -123,7 +123,7 @@ class EncoderCache:
         entry = self._entries.get(key)
         return entry is not None and entry.complete
 
-    def row_bytes(self, header: Header) -> int:
+    def item_bytes(self, header: Header) -> int:
         """Bytes of an item's rows."""
         return header.tokens * self.layout.row_bytes
 
@@ -208,7 +208,7 @@ class EncoderCache:
 
     def _size(self, header: Header) -> int:
         """Bytes that an entry takes, as the arena rounds them up."""
-        return aligned(max(1, self.row_bytes(header)))
+        return aligned(max(1, self.item_bytes(header)))
 
     def release(self, entry: CacheEntry) -> None:
         """Gives an entry back. A whole one stays as cache; one that no one waits for any more is dropped."""
@@ -265,7 +265,7 @@ class EncoderCache:
     def view(self, entry: CacheEntry) -> memoryview:
         """Where all rows of an entry go; written by its filler alone."""
         begin = entry.place.offset
-        return self.buffer.view[begin : begin + self.row_bytes(entry.header)]
+        return self.buffer.view[begin : begin + self.item_bytes(entry.header)]
 
     def advance(self, entry: CacheEntry, rows: int, transport: int) -> None:
         """Says that `rows` more rows of an entry are in their place, and how they came."""

@@ -298,7 +298,7 @@ class Generator:
         session = self.sessions.use(request.salt, request.session) if request.session else None
         if session is not None:
             for span in layout.spans:
-                self.sessions.retain(session, span.header.rows_key, self._receiver.cache.row_bytes(span.header))
+                self.sessions.retain(session, span.header.rows_key, self._receiver.cache.item_bytes(span.header))
         self._engine.end_sessions(self.sessions.take_ended())
         return session.number if session else 0
 

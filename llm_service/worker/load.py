@@ -110,7 +110,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     use = _use_threads(settings, device, here)
     checkpoint = Checkpoint.resolve(settings.model)
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    memory = SharedBuffer.attach(arena_fd, settings.row_bytes)
+    memory = SharedBuffer.attach(arena_fd, settings.row_arena_bytes)
     if settings.symmetric_memory:
         group = _with_symmetric_memory(group, dtype, device)
     if settings.expert_parallel:
@@ -496,7 +496,7 @@ def _with_symmetric_memory(group: TensorGroup, dtype: torch.dtype, device: torch
 def _mirror(settings: EngineSettings, device: torch.device, width: int, dtype: torch.dtype) -> Mirror:
     row_bytes = settings.row_levels * width * dtype.itemsize
     try:
-        return Mirror(_memory(device), device, settings.row_bytes, row_bytes, dtype, _beside_steps(device))
+        return Mirror(_memory(device), device, settings.row_arena_bytes, row_bytes, dtype, _beside_steps(device))
     except DeviceMemoryError as error:
         raise CheckpointError(f"--row-mirror: {error}") from error
 

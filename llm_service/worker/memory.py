@@ -45,7 +45,7 @@ def largest_step(settings: EngineSettings, row_bytes: int) -> tuple[StepPlan, in
         Draw(at=place, temperature=1.0, top_p=0.9, repetition_penalty=1.1, prompt=bytes(4), logprobs=0)
         for place in places
     ]
-    rows = [RowSlice(decodes, 0, count)] if (count := min(rest, settings.row_bytes // row_bytes)) else []
+    rows = [RowSlice(decodes, 0, count)] if (count := min(rest, settings.row_arena_bytes // row_bytes)) else []
     slots = list(range(len(chunks)))
     made = StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, rows, draws, slots=slots, appended=tables)
     return made, decodes + width

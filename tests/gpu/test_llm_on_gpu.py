@@ -230,7 +230,7 @@ def test_the_cache_is_what_the_largest_step_leaves_free(checkpoints: Callable[..
         "block_size": 16,
         "max_running": 64,
         "max_step_tokens": 2048,
-        "row_bytes": 1 << 20,
+        "row_arena_bytes": 1 << 20,
         "row_levels": 3,
         "threads": 1,
         "nodes": 1,

@@ -44,7 +44,7 @@ def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SEC
             f"--kv-cache-bytes is too small for this model: one KV block takes {block_bytes} bytes",
         )
     row_bytes = settings.row_levels * config.hidden_size * itemsize
-    arena = SharedBuffer.attach(arena_fd, settings.row_bytes)
+    arena = SharedBuffer.attach(arena_fd, settings.row_arena_bytes)
     sizes = row_bytes, settings.block_size, config.vocab_size, config.hidden_size
     host_blocks = settings.kv_host_bytes // block_bytes
     shared = settings.kv_host_fd > 0

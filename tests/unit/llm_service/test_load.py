@@ -82,7 +82,7 @@ def test_a_model_without_a_family_whose_text_our_decoder_computes_has_what_a_fam
     folder, root = make("llava", tmp_path / "model"), tmp_path / "adapters"
     make_adapter(folder, root / "one", seed=1, modules=("q_proj", "down_proj"))
     found = describe(folder)
-    sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 1}
+    sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_arena_bytes": 1 << 20, "row_levels": 1}
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}
     asked = {"weight_dtype": "int8", "max_loras": 1, "max_lora_rank": 4, "lora_dir": str(root), "base_names": ()}
     settings = msgspec.structs.replace(SETTINGS, hf=found, kv_cache_bytes=8 << 20, **given, **sizes, **asked)
@@ -118,7 +118,7 @@ def test_steps_have_room_for_what_is_computed_at_once_unless_their_size_was_aske
         return run(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "run", watched)
-    sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 16, "row_bytes": 1 << 20, "row_levels": 1}
+    sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 16, "row_arena_bytes": 1 << 20, "row_levels": 1}
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}
     found = describe(folder)
     settings = msgspec.structs.replace(SETTINGS, hf=found, threads=1, **{**given, **sizes, **asked})
@@ -143,7 +143,7 @@ def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
 
     monkeypatch.setattr(ModelRunner, "run", watched)
     monkeypatch.setattr(Gauge, "free", free)
-    sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 64, "row_arena_bytes": 1 << 20, "row_levels": 3}
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "auto", "graphs": "auto"}
     settings = msgspec.structs.replace(SETTINGS, **given, **sizes, kv_memory_share=0.5, threads=1)
     memory = SharedBuffer.create("test-rows", 1 << 20)
@@ -154,7 +154,7 @@ def test_the_cache_is_a_share_of_what_is_free_when_the_largest_step_has_run(
 
 
 def test_a_cache_in_8_bits_holds_more_blocks(checkpoints: Callable[..., Path]) -> None:
-    sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_arena_bytes": 1 << 20, "row_levels": 3}
     given = {"model": str(checkpoints("qwen3_vl")), "device": "cpu", "dtype": "float32", "attention": "auto"}
     found = []
     for kept in CacheDtype:
@@ -171,7 +171,7 @@ def test_a_cache_in_8_bits_holds_more_blocks(checkpoints: Callable[..., Path]) -
 
 
 def test_the_host_keeps_blocks_where_it_is_told_to(checkpoints: Callable[..., Path]) -> None:
-    sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    sizes = {"block_size": 16, "max_running": 2, "max_step_tokens": 64, "row_arena_bytes": 1 << 20, "row_levels": 3}
     given = {"model": str(checkpoints("qwen3_vl")), "device": "cpu", "dtype": "float32", "attention": "auto"}
     asked = {**given, **sizes, "kv_cache_bytes": 1 << 20, "threads": 1}
     for bytes_ in (0, 3 << 20):
@@ -216,7 +216,7 @@ def test_a_rank_divides_the_cores_while_it_computes_and_looks_before_each_layer(
     monkeypatch.setattr(jit, "use_threads", used.append)
     monkeypatch.setattr(CoreShare, "of_this_host", lambda _, use: CoreShare(name, 2, use))
     monkeypatch.setattr(CoreShare, "look", counted)
-    sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    sizes = {"block_size": 16, "max_running": 8, "max_step_tokens": 64, "row_arena_bytes": 1 << 20, "row_levels": 3}
     given = {"model": str(checkpoints("qwen3_vl")), "device": "cpu", "dtype": "float32", "attention": "auto"}
     settings = msgspec.structs.replace(SETTINGS, **given, **sizes, kv_cache_bytes=1 << 20, threads=1, core_share=True)
     memory, other = SharedBuffer.create("test-rows", 1 << 20), CoreShare(name, 2, int)

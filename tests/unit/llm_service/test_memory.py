@@ -115,12 +115,12 @@ def test_snapshots_have_their_share_and_no_more_than_can_be_of_use() -> None:
 
 
 def test_the_largest_step_is_as_large_as_the_limits_allow() -> None:
-    plan, blocks = largest_step(settings(max_running=4, max_step_tokens=64, row_bytes=6400), 128)
+    plan, blocks = largest_step(settings(max_running=4, max_step_tokens=64, row_arena_bytes=6400), 128)
     assert plan.tokens == 64
     assert len(plan.positions) == 3 * len(plan.token_ids)
     assert [chunk.count for chunk in plan.chunks] == [1, 1, 1, 61]
     assert plan.rows == [RowSlice(3, 0, 50)], "as many as the arena holds"
-    assert largest_step(settings(max_running=4, max_step_tokens=32, row_bytes=6400), 128)[0].rows[0].count == 29
+    assert largest_step(settings(max_running=4, max_step_tokens=32, row_arena_bytes=6400), 128)[0].rows[0].count == 29
     assert len(plan.draws) == 4
     assert all(draw.alters for draw in plan.draws)
     tables = {each.row: array("i", each.blocks).tolist() for each in plan.appended}

@@ -112,7 +112,7 @@ def memory() -> SharedBuffer:
 
 
 def settings(folder: Path) -> EngineSettings:
-    sizes = {"block_size": BLOCK, "max_running": 8, "max_step_tokens": 64, "row_bytes": 1 << 20, "row_levels": 3}
+    sizes = {"block_size": BLOCK, "max_running": 8, "max_step_tokens": 64, "row_arena_bytes": 1 << 20, "row_levels": 3}
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "attention": "torch", "graphs": "off"}
     rest = {"kv_memory_share": 0.5, "threads": 1, "prefix_cache": True, "snapshot_share": 0.2}
     return msgspec.structs.replace(SETTINGS, **given, **sizes, **rest)
