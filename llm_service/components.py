@@ -20,7 +20,7 @@ from llm_service.reranker import Reranker
 @dataclass(frozen=True, slots=True)
 class Components:
     """What the servicer speaks for. `kv_layout` is what other services' KV blocks must be like to be exchanged, empty
-    where none are. `longest` are the tokens of a context, as long as the engine has not said how many
+    where none are. `max_context` are the tokens of a context, as long as the engine has not said how many
     there is memory for."""
 
     config: LlmConfig
@@ -28,7 +28,7 @@ class Components:
     architecture: str
     digest: str
     kv_layout: bytes
-    longest: int
+    max_context: int
     requests: RequestReader
     prompts: PromptBuilder
     embedder: Embedder

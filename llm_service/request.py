@@ -320,11 +320,11 @@ class PromptLayout:
     """A prompt in its final form: token ids, media spans, and where each token is in time, height and width.
 
     `positions` is int32 [3, tokens], C-contiguous, as bytes; `mrope_delta` is added to a token's index past the prompt.
-    The sequence may have `longest` tokens, 0: as many as the context.
+    The sequence may have `max_length` tokens, 0: as many as the context.
     """
 
     ids: list[int]
     spans: list[Span] = field(default_factory=list)
     positions: bytes = b""
     mrope_delta: int = 0
-    longest: int = 0
+    max_length: int = 0

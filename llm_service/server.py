@@ -305,7 +305,7 @@ def _components(
         architecture=checkpoint.architecture,
         digest=model.digest,
         kv_layout=model.kv_layout,
-        longest=model.served.longest(config.max_context),
+        max_context=model.served.max_context(config.max_context),
         requests=requests,
         prompts=prompts,
         embedder=embedder,
@@ -330,11 +330,11 @@ async def _started(grpc_server: GrpcServer, components: Components) -> bool:
         await asyncio.gather(starting, return_exceptions=True)
         return False
     stopped.cancel()
-    context, wanted = (await starting).context, components.config.max_context
+    context, wanted = (await starting).max_context, components.config.max_context
     if context < wanted:
         why = (
             "the model takes no longer ones"
-            if context == components.longest
+            if context == components.max_context
             else "--kv-cache-bytes: KV blocks hold no longer ones"
         )
         _log.warning("contexts are shorter than --max-context", tokens=context, cause=why)

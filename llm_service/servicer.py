@@ -102,7 +102,7 @@ class LlmServicer(LlmServiceServicer):
     def _limit(self) -> int:
         """Tokens of a context, as far as is known by now."""
         ready = self._components.engine.ready
-        return ready.context if ready else self._components.longest
+        return ready.max_context if ready else self._components.max_context
 
     async def Abort(
         self, request: llm_pb2.AbortRequest, context: Context[llm_pb2.AbortRequest, llm_pb2.AbortResponse]
@@ -144,7 +144,7 @@ class LlmServicer(LlmServiceServicer):
     ) -> llm_pb2.DetokenizeResponse:
         """Gives the text of token ids."""
         components = self._components
-        check_length(len(request.ids), components.longest, "ids", answered=False)
+        check_length(len(request.ids), components.max_context, "ids", answered=False)
         check_token_ids(request.ids, components.prompts.vocab_size, "ids")
         text = await tasks.to_thread(components.prompts.decode, request.ids)
         return llm_pb2.DetokenizeResponse(text=text)

@@ -54,7 +54,7 @@ def info(components: Components, instance: int) -> llm_pb2.LlmServiceGetInfoResp
         aliases=components.names[1:],
         architecture=components.architecture,
         encoder_digest=components.digest,
-        context_tokens=ready.context if ready else 0,
+        context_tokens=ready.max_context if ready else 0,
         vocab_size=components.prompts.vocab_size,
         tensor_parallel=components.config.tp,
         unimplemented=["Embed"] if components.embedder.why_not else [],

@@ -62,7 +62,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     adapter: int = 0
     """The number of one that is loaded, 0 for none."""
     adapter_digest: bytes = b""
-    longest: int = 0
+    max_length: int = 0
     """Tokens that each sequence may have, 0: as many as the context."""
     pooling: Pooling | None = None
     """The request ends when its prompt is computed, and is told that `Pooled` in place of tokens."""
@@ -191,7 +191,7 @@ ToEngine = (
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The model is loaded and warm."""
 
-    context: int
+    max_context: int
     """Tokens of the longest sequence."""
     kv_blocks: int
     step_tokens: int

@@ -118,12 +118,12 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     structures = Structures(checkpoint, model.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)
     block_events = BlockEvents() if settings.kv_events else None
     blocks = _blocks(settings, loaded, block_events)
-    limits = _limits(settings, loaded, model.longest(settings.max_context))
+    limits = _limits(settings, loaded, model.max_context(settings.max_context))
     _log_room(settings, loaded, limits)
     scheduler = Scheduler(blocks, limits, stop_ids, loaded.row_bytes, Matchers(structures, wake.set))
     link.send(
         Ready(
-            context=limits.max_context,
+            max_context=limits.max_context,
             kv_blocks=loaded.blocks,
             step_tokens=limits.max_step_tokens,
             prefix_block=blocks.block_size if _goes_by_blocks(blocks, loaded) else 0,
@@ -185,12 +185,12 @@ def _blocks(settings: EngineSettings, loaded: Loaded, observer: BlockEvents | No
     )
 
 
-def _limits(settings: EngineSettings, loaded: Loaded, longest: int) -> Limits:
-    """Of an engine whose model has contexts of up to `longest` tokens."""
+def _limits(settings: EngineSettings, loaded: Loaded, max_context: int) -> Limits:
+    """Of an engine whose model has contexts of up to `max_context` tokens."""
     return Limits(
         min(settings.max_running, loaded.state_slots or settings.max_running),
         loaded.max_step_tokens or settings.max_step_tokens,
-        min(longest, loaded.blocks * settings.block_size),
+        min(max_context, loaded.blocks * settings.block_size),
         settings.keep_media_whole,
         settings.early_prefill_tokens,
         chunk_rule=loaded.chunk_rule,

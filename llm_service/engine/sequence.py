@@ -161,7 +161,7 @@ class Sequence:
     ) -> Sequence:
         """One that comes with this output."""
         sampling, length = add.sampling, len(prompt.tokens)
-        most = min(add.longest or rules.max_length, rules.max_length)
+        most = min(add.max_length or rules.max_length, rules.max_length)
         asked = choice == 0 and not output and sampling.prompt_logprobs is not None
         return cls(
             id=add.id,

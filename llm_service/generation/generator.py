@@ -291,7 +291,7 @@ class Generator:
         if not layout.ids:
             raise InvalidInput("the prompt has no tokens", reason="EMPTY_PROMPT", field="input")
         if (ready := self._engine.ready) is not None:
-            check_length(len(layout.ids), ready.context, "input", answered=request.pooling is None)
+            check_length(len(layout.ids), ready.max_context, "input", answered=request.pooling is None)
 
     def _retain_for_session(self, request: Request, layout: PromptLayout) -> int:
         """Notes what a session's turn uses; the session's number, 0 for none. Sessions that are over are let go."""
@@ -326,7 +326,7 @@ class Generator:
             resume=resume,
             adapter=request.adapter.number if request.adapter else 0,
             adapter_digest=request.adapter.digest if request.adapter else b"",
-            longest=layout.longest,
+            max_length=layout.max_length,
             pooling=request.pooling,
             identities=identities,
         )

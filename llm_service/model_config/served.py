@@ -38,9 +38,9 @@ class ServedModel:
     levels: int
     hf: HfModel | None = None
 
-    def longest(self, max_context: int) -> int:
-        """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
-        return min(max_context or self.max_position, self.max_position)
+    def max_context(self, allowed: int) -> int:
+        """Tokens of the longest context where the operator allows so many; 0: as many as the model does."""
+        return min(allowed or self.max_position, self.max_position)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, hf: HfModel | None = None) -> ServedModel:

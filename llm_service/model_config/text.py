@@ -306,9 +306,9 @@ class TextConfig:
         assert found is not None, "the configuration has the heads' shape"
         return found if kind.rotated else found.unrotated
 
-    def longest(self, max_context: int) -> int:
-        """Tokens of the longest context where the operator allows `max_context`; 0: as many as the model does."""
-        return min(max_context or self.max_position, self.max_position)
+    def max_context(self, allowed: int) -> int:
+        """Tokens of the longest context where the operator allows so many; 0: as many as the model does."""
+        return min(allowed or self.max_position, self.max_position)
 
     @classmethod
     def of(cls, config: dict[str, Any], max_context: int = 0) -> TextConfig:

@@ -137,7 +137,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     group.all_reduce_min(0)  # every rank has its weights: what is free now stays free
     gauge = Gauge(device, here)
     changeover, graphs = _run_largest_step(loaded, adapters)
-    context = served.longest(settings.max_context)
+    context = served.max_context(settings.max_context)
     free = gauge.free() - graphs * settings.graph_bytes
     room = _room(loaded, cache_budget(settings, free, gpu=device.type == "cuda"), context)
     runner = loaded.runner(room, adapters, _core_share(loaded, use))

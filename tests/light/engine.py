@@ -36,7 +36,7 @@ def load(settings: EngineSettings, arena_fd: int, step_seconds: float = STEP_SEC
     config = TextConfig.of(checkpoint.config)
     itemsize = DType(settings.dtype).itemsize
     block_bytes = 2 * config.layers * settings.block_size * config.kv_heads * config.head_dim * itemsize
-    context = config.longest(settings.max_context)
+    context = config.max_context(settings.max_context)
     wanted = settings.max_running * -(-context // settings.block_size)
     blocks = settings.kv_cache_bytes // block_bytes if settings.kv_cache_bytes else wanted
     if not blocks:

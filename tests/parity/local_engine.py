@@ -340,7 +340,7 @@ class LocalEngine:
             deadline=None,
             adapter=adapter,
             adapter_digest=self.adapters[adapter].digest if adapter else b"",
-            longest=prompt.layout.longest,
+            max_length=prompt.layout.max_length,
             pooling=pooling,
         )
         self.scheduler.add(structs.replace(request, **more))

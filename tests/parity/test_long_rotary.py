@@ -76,7 +76,7 @@ def test_prompts_of_both_lengths_go_on_as_transformers_beside_each_other(tmp_pat
     asked: dict[str, list[Part]] = {"short": [text * 5], "long": [text * 25], "last": [text * 19]}
     asked["last"][0] += "!" * (TURNS_AT - served_length(served, asked["last"]) - 4)
     prompts = [served.prompt(parts) for parts in asked.values()]
-    assert [prompt.layout.longest for prompt in prompts] == [TURNS_AT + 1, 0, TURNS_AT + 1]
+    assert [prompt.layout.max_length for prompt in prompts] == [TURNS_AT + 1, 0, TURNS_AT + 1]
     expected = [reference.tokens(reference.inputs(parts)) for parts in asked.values()]
     expected[2] = expected[2][:5]
     for options in ({"step_tokens": 40}, {}):

@@ -104,7 +104,7 @@ def test_a_context_ends_where_places_do(served: Served) -> None:
     assert isinstance(decoder, Decoder)
     table = decoder.embed_positions
     assert table is not None
-    last = torch.tensor([decoder.config.longest(0) - 1], dtype=torch.int32)
+    last = torch.tensor([decoder.config.max_context(0) - 1], dtype=torch.int32)
     assert torch.equal(table(last), table.weight[-1:])
 
 

@@ -39,9 +39,11 @@ class ScriptedEngine:
     def says(self, message: Any) -> None:
         self._says.put_nowait(message)
 
-    def serves(self, context: int = 100, prefix_block: int = 0) -> None:
+    def serves(self, max_context: int = 100, prefix_block: int = 0) -> None:
         """It is loaded."""
-        self.says(Ready(context=context, kv_blocks=8, step_tokens=64, prefix_block=prefix_block, devices=["cpu"]))
+        self.says(
+            Ready(max_context=max_context, kv_blocks=8, step_tokens=64, prefix_block=prefix_block, devices=["cpu"])
+        )
 
     def dies(self) -> None:
         self.says(ChildDied("the process has ended"))

@@ -170,7 +170,7 @@ async def test_a_prompt_is_measured_by_the_engine_that_gets_it(monkeypatch: pyte
     front = front_of(monkeypatch, large, child, handover_seconds=60)
     async with bench(ScriptedEncoder(), rows=ROWS) as b, serving(front) as starting:
         await b.usable(1)
-        large.serves(context=1000)
+        large.serves(max_context=1000)
         await starting
         large.dies()
         await eventually(lambda: front.ready is None)
@@ -178,7 +178,7 @@ async def test_a_prompt_is_measured_by_the_engine_that_gets_it(monkeypatch: pyte
         patient = replace(asked(b"picture"), max_handovers=1)
         ends = asyncio.create_task(everything(generator(b, front, tokens=50), patient))
         await eventually(b.cache._turn.locked)
-        child.serves(context=20)
+        child.serves(max_context=20)
         await eventually(lambda: front.ready is not None)
         b.cache.release(held)
         with pytest.raises(InvalidInput) as error:
@@ -289,7 +289,7 @@ async def test_identities_of_a_prompts_blocks_come_with_it(
     child = ScriptedEngine()
     front = front_of(monkeypatch, child)
     async with bench(ScriptedEncoder()) as b, serving(front) as starting:
-        child.serves(context=10_000, prefix_block=16)
+        child.serves(max_context=10_000, prefix_block=16)
         await starting
         ends = asyncio.create_task(everything(generator(b, front, tokens=tokens), asked()))
         await eventually(lambda: child.told(Add))

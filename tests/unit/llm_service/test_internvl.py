@@ -70,7 +70,7 @@ def test_rotary_scaling_beyond_the_longest_context_is_as_none() -> None:
         "max_position_embeddings": 512,
     }
     found = TextConfig.of({"model_type": "internvl", "text_config": text})
-    assert (found.rotary.theta, found.longest(0), found.longest(4096)) == (1e6, 512, 512)
+    assert (found.rotary.theta, found.max_context(0), found.max_context(4096)) == (1e6, 512, 512)
 
 
 def test_tokens_that_config_json_lacks_are_named_by_the_tokenizer(tmp_path: Path) -> None:

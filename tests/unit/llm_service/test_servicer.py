@@ -22,11 +22,11 @@ from twinlens import v1
 CONTEXT: Any = SimpleNamespace(time_remaining=lambda: None, peer=lambda: "ipv4:127.0.0.1:1")
 
 
-@pytest.mark.parametrize("ready", [None, SimpleNamespace(context=32)])
+@pytest.mark.parametrize("ready", [None, SimpleNamespace(max_context=32)])
 async def test_a_prompt_is_bounded_whether_the_engine_is_ready_or_not(ready: Any) -> None:
     parts: Any = SimpleNamespace(
         engine=SimpleNamespace(ready=ready),
-        longest=64,
+        max_context=64,
         requests=RequestReader(LlmConfig(model="m"), ("m",), 600, SamplingDefaults()),
     )
     ids = [1] * (64 if ready is None else 32)
