@@ -270,7 +270,7 @@ def _components(
     )
     enabled = bool(config.lora_dir)
     adapters = Adapters(engine, model.names, config.max_loaded_loras, enabled=enabled, of_media=model.own_adapters)
-    prefixes = Prefixes(lambda: engine.prefix_block)
+    prefixes = Prefixes(lambda: engine.reusable_block_size)
     generator = Generator(
         prompts=prompts,
         compiler=compiler,

@@ -196,8 +196,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kv_blocks: int
     step_tokens: int
     """Tokens of the largest step."""
-    prefix_block: int = 0
-    """Tokens of a block, where computed ones are used again for prompts that begin alike, else 0."""
+    prefix_caching: bool = False
+    """Computed blocks are used again for prompts that begin alike."""
     devices: list[str]
     """The ranks'."""
     reachable: list[str] = []

@@ -126,7 +126,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             max_context=limits.max_context,
             kv_blocks=loaded.blocks,
             step_tokens=limits.max_step_tokens,
-            prefix_block=blocks.block_size if _goes_by_blocks(blocks, loaded) else 0,
+            prefix_caching=_goes_by_blocks(blocks, loaded),
             devices=loaded.devices,
             reachable=loaded.reachable,
             weights=loaded.weights,

@@ -159,9 +159,9 @@ class EngineClient:
         return self._settings.max_loras
 
     @property
-    def prefix_block(self) -> int:
-        """Tokens of a block, where the engine uses computed ones again; 0 where it does not, or is down."""
-        return 0 if self.ready is None else self.ready.prefix_block
+    def reusable_block_size(self) -> int | None:
+        """Tokens of a block, where the engine uses computed ones again; None where it does not, or is down."""
+        return self.block_size if self.ready is not None and self.ready.prefix_caching else None
 
     def next_id(self) -> int:
         """A number for a new request."""

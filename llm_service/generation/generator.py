@@ -222,7 +222,7 @@ class Generator:
         blocks = self._engine.blocks
         if blocks is not None:
             self._engine.check(0)  # what its blocks are like, each engine says itself
-        if blocks is None or not (size := self._engine.prefix_block):
+        if blocks is None or (size := self._engine.reusable_block_size) is None:
             raise Precondition("this service computes no prompts for others", reason="NOT_LENT")
         lending = Lending(blocks, first_block)
         async with aclosing(self.generate(request)) as events:
@@ -256,7 +256,7 @@ class Generator:
         covered = self._prefixes.covered(layout, request.prefix_space)
         asked_to = isinstance(request.prompt, PiecesPrompt)  # by another service: it may be one of those
         answers = request.pooling is None and bool(pieces) and not asked_to
-        if self.prefills is not None and (size := self._engine.prefix_block) and answers:
+        if self.prefills is not None and (size := self._engine.reusable_block_size) is not None and answers:
             keys = [header.key for header in headers_of(fetches)]
             here = await self.prefills.bring(request, pieces, keys, _reusable(identities, layout, size))
             covered |= {span.item for span in layout.spans if span.end <= here}
@@ -264,7 +264,7 @@ class Generator:
 
     async def _identities(self, request: Request, layout: PromptLayout) -> Sequence[bytes]:
         """Those of a prompt's full blocks, where an engine may find some of them."""
-        if not (size := self._engine.prefix_block):
+        if (size := self._engine.reusable_block_size) is None:
             return ()
         return await _computed(self._work_out, request, layout, size, at_once=len(layout.ids) <= _SHORT)
 

@@ -19,9 +19,9 @@ _REMEMBERED = 16_384
 
 class Prefixes:
     """Prefixes by a hash over tokens, media and tenant, the longest unused forgotten first. `block_size` tells how many
-    tokens the engine's blocks have, since only whole ones are found again; 0 where nothing is."""
+    tokens the engine's blocks have, since only whole ones are found again; None where nothing is."""
 
-    def __init__(self, block_size: Callable[[], int], max_entries: int = _REMEMBERED) -> None:
+    def __init__(self, block_size: Callable[[], int | None], max_entries: int = _REMEMBERED) -> None:
         self._block_size = block_size
         self._max_entries = max_entries
         self._known: OrderedDict[bytes, None] = OrderedDict()
@@ -29,8 +29,9 @@ class Prefixes:
     def covered(self, layout: PromptLayout, salt: str) -> set[int]:
         """The items whose spans the engine has probably computed: those before the first that it has not."""
         found: set[int] = set()
-        size = self._block_size()
-        reach = (len(layout.ids) - 1) // size * size if size else 0
+        if (size := self._block_size()) is None:
+            return found
+        reach = (len(layout.ids) - 1) // size * size
         for span, prefix in _prefixes(layout, salt):
             if span.end > reach or prefix not in self._known:
                 break
@@ -40,7 +41,7 @@ class Prefixes:
 
     def remember(self, layout: PromptLayout, salt: str) -> None:
         """The engine has computed this prompt."""
-        if not self._block_size():
+        if self._block_size() is None:
             return
         for _, prefix in _prefixes(layout, salt):
             self._known[prefix] = None

@@ -39,10 +39,10 @@ class ScriptedEngine:
     def says(self, message: Any) -> None:
         self._says.put_nowait(message)
 
-    def serves(self, max_context: int = 100, prefix_block: int = 0) -> None:
+    def serves(self, max_context: int = 100, prefix_caching: bool = False) -> None:
         """It is loaded."""
         self.says(
-            Ready(max_context=max_context, kv_blocks=8, step_tokens=64, prefix_block=prefix_block, devices=["cpu"])
+            Ready(max_context=max_context, kv_blocks=8, step_tokens=64, prefix_caching=prefix_caching, devices=["cpu"])
         )
 
     def dies(self) -> None:
@@ -91,7 +91,7 @@ def front_of(
 ) -> EngineClient:
     """A front over these engines, not yet started."""
     monkeypatch.setattr(client_module, "Reserve", lambda *_, **__: ScriptedReserve(list(script)))
-    settings: Any = SimpleNamespace(speculative_tokens=drafts)  # the rest is passed on unread
+    settings: Any = SimpleNamespace(speculative_tokens=drafts, block_size=16)  # the rest is passed on unread
     return EngineClient(
         settings,
         -1,

@@ -77,12 +77,12 @@ async def test_blocks_are_found_again_only_where_the_engine_that_serves_says_so(
 ) -> None:
     engine = ScriptedEngine()
     front = front_of(monkeypatch, engine, ScriptedEngine())
-    assert front.prefix_block == 0
-    engine.serves(prefix_block=16)
+    assert front.reusable_block_size is None
+    engine.serves(prefix_caching=True)
     await start(front)
-    assert front.prefix_block == 16
+    assert front.reusable_block_size == 16
     engine.dies()
-    await eventually(lambda: not front.prefix_block)
+    await eventually(lambda: front.reusable_block_size is None)
     await front.stop()
 
 

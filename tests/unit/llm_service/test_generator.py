@@ -238,7 +238,7 @@ async def test_who_lends_nothing_says_so_and_who_has_no_engine_yet_says_that(mon
         front.blocks = BlockPlaces(memory, 1, 64, lambda _: None)
         assert isinstance(error := await refused(), Unavailable)
         assert error.reason == "ENGINE_UNAVAILABLE"
-        child.serves(prefix_block=0)
+        child.serves(prefix_caching=False)
         await starting
         assert (await refused()).reason == "NOT_LENT", "its blocks are of no use to others"
         child.dies()
@@ -289,7 +289,7 @@ async def test_identities_of_a_prompts_blocks_come_with_it(
     child = ScriptedEngine()
     front = front_of(monkeypatch, child)
     async with bench(ScriptedEncoder()) as b, serving(front) as starting:
-        child.serves(max_context=10_000, prefix_block=16)
+        child.serves(max_context=10_000, prefix_caching=True)
         await starting
         ends = asyncio.create_task(everything(generator(b, front, tokens=tokens), asked()))
         await eventually(lambda: child.told(Add))

@@ -60,7 +60,7 @@ def test_a_span_that_reaches_into_the_last_block_is_not_covered() -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_covered() -> None:
-    prefixes = Prefixes(lambda: 0)
+    prefixes = Prefixes(lambda: None)
     prompt = layout(1, 2, "a", 3, 4, 5, 6)
     prefixes.remember(prompt, "")
     assert prefixes.covered(prompt, "") == set()
