@@ -193,7 +193,8 @@ class Generator:
                 return
             job.admission.measure(len(layout.ids))
             identities = await self._identities(request, layout)
-            covered = await self._covered(request, pieces, fetches, layout, identities)
+            here = await self._bring_blocks(request, pieces, fetches, layout, identities)
+            covered = self._covered(request, layout, here)
             if self.prefills is not None:
                 stages.mark("prefill_elsewhere")
             items = await media.take(layout, covered, job.admission.wait_for_media)
@@ -241,26 +242,30 @@ class Generator:
             async for part in parts:
                 yield part
 
-    async def _covered(
+    async def _bring_blocks(
         self,
         request: Request,
         pieces: Sequence[Piece],
         fetches: Sequence[Fetch],
         layout: PromptLayout,
         identities: Sequence[bytes],
-    ) -> set[int]:
-        """The items whose spans are probably in the prefix cache: of a prompt that is computed elsewhere, once its
-        blocks are here. That goes by its pieces."""
+    ) -> int:
+        """Has another service compute the prompt, where that is wanted; tokens of the prompt, from the first on, whose
+        blocks are here then."""
+        size = self._engine.reusable_block_size
+        asked_to = isinstance(request.prompt, PiecesPrompt)  # by another service: it may be one of those
+        answers = request.pooling is None and not asked_to
+        if self.prefills is None or size is None or not answers or _is_computed_whole(request):
+            return 0
+        keys = [header.key for header in headers_of(fetches)]
+        return await self.prefills.bring(request, pieces, keys, _reusable(identities, layout, size))
+
+    def _covered(self, request: Request, layout: PromptLayout, here: int) -> set[int]:
+        """The items whose spans are probably in the prefix cache, where the blocks of the first `here` tokens are."""
         if _is_computed_whole(request):
             return set()
-        covered = self._prefixes.covered(layout, request.prefix_space)
-        asked_to = isinstance(request.prompt, PiecesPrompt)  # by another service: it may be one of those
-        answers = request.pooling is None and bool(pieces) and not asked_to
-        if self.prefills is not None and (size := self._engine.reusable_block_size) is not None and answers:
-            keys = [header.key for header in headers_of(fetches)]
-            here = await self.prefills.bring(request, pieces, keys, _reusable(identities, layout, size))
-            covered |= {span.item for span in layout.spans if span.end <= here}
-        return covered
+        spans = {span.item for span in layout.spans if span.end <= here}
+        return self._prefixes.covered(layout, request.prefix_space) | spans
 
     async def _identities(self, request: Request, layout: PromptLayout) -> Sequence[bytes]:
         """Those of a prompt's full blocks, where an engine may find some of them."""
