@@ -9,7 +9,7 @@ import sys
 from llm_service.__main__ import main
 from llm_service.engine.process import Loaded, serve
 from llm_service.engine.step_queue import StepUnderWay
-from llm_service.plan import Masks, StepPlan
+from llm_service.plan import Masks, StepMemoryError, StepPlan
 from llm_service.settings import EngineSettings
 from tests.light import engine
 
@@ -18,6 +18,10 @@ DEADLY = 13
 
 HANGING = 14
 """Whoever has a bias for this one has it hang."""
+
+
+LARGE = 15
+"""Whoever has a bias for this one has too little memory for steps of more tokens than the bias says."""
 
 
 def _load(settings: EngineSettings, arena_fd: int) -> Loaded:
@@ -29,6 +33,8 @@ def _load(settings: EngineSettings, arena_fd: int) -> Loaded:
             os.kill(os.getpid(), signal.SIGKILL)
         if any(HANGING in draw.logit_bias for draw in plan.draws):
             signal.pause()
+        if any(plan.tokens > draw.logit_bias.get(LARGE, plan.tokens) for draw in plan.draws):
+            raise StepMemoryError("too little")
         return launch(plan, masks)
 
     loaded.executor.launch = launch_or_die

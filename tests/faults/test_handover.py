@@ -15,7 +15,7 @@ import pytest
 
 from tests import pictures
 from tests.faults.configuration import taken_away
-from tests.faults.deadly_engine import DEADLY, HANGING
+from tests.faults.deadly_engine import DEADLY, HANGING, LARGE
 from tests.gateway.trio import Door
 from tests.gateway.trio import said as said_by
 from tests.launch import Service, gateway, launch, llm_server, send
@@ -214,6 +214,24 @@ def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpo
         assert ends(service) == 3
         until(lambda: service.log.read_text().count("killed by SIGKILL") == 3, "the log says how they ended")
         assert scrape(service.metrics)["twinlens_llm_engine_deaths_total"] == 3
+        until(lambda: holds_nothing(client), "nothing is held")
+
+
+def test_steps_that_find_too_little_memory_end_no_engine_unless_they_are_of_one_token(checkpoint: Path) -> None:
+    flags = [f"--model={checkpoint}", "--listen=127.0.0.1:0", "--kv-cache-bytes=32MiB"]
+    asking = [asked(user(f"count {n}"), drawn(seed=n)) for n in range(6)]
+    with launch("tests.faults.deadly_engine", *flags) as service, LlmClient(service.address) as client:
+        undisturbed = [said(client, request) for request in asking]
+        with ThreadPoolExecutor(len(asking) + 1) as threads:
+            large = threads.submit(answer, client, asked(user("large"), drawn(logit_bias={LARGE: 4.0})))
+            answers = [threads.submit(said, client, request) for request in asking]
+            assert [each.result() for each in answers] == undisturbed
+            assert len(large.result().choices[0].token_ids) == 400
+        assert "too little memory for a step" in service.log.read_text()
+        until(lambda: client.get_load().preemptions > 0, "the engine's beat has come")
+        assert ends(service) == 0
+        assert refusal(client, asked(user("die"), drawn(logit_bias={LARGE: 0.0}))).reason == "ENGINE_UNAVAILABLE"
+        assert ends(service) == 3
         until(lambda: holds_nothing(client), "nothing is held")
 
 
