@@ -134,8 +134,7 @@ class LlmServicer(LlmServiceServicer):
                 ids = (await tasks.to_thread(prompts.layout, pieces, ())).ids
             case _:
                 raise InvalidInput("there is nothing to tokenize", reason="EMPTY_PROMPT", field="input")
-        texts = map(prompts.texts.text_of, ids) if request.with_texts else ()
-        return llm_pb2.TokenizeResponse(ids=ids, texts=texts)
+        return await tasks.to_thread(answers.tokenized, ids, prompts.texts if request.with_texts else None)
 
     async def Detokenize(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_the_bytes_of_tokens_make_the_text_and_a_special_token_has_its_name(text
     assert texts._tokenizer.encode(" a").ids == [256]
     assert (texts.text_of(256), texts.text_of(257), texts.text_of(9999)) == (" a", "<|end ü|>", "")
     assert [texts.text_of(token) for token in texts._tokenizer.encode("ü").ids] == ["�", "�"]
+
+
+async def test_texts_of_tokens_are_made_beside_the_event_loop(
+    texts: TokenTexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers: list[threading.Thread] = []
+
+    def text_of(token: int) -> str:
+        makers.append(threading.current_thread())
+        return f"<{token}>"
+
+    monkeypatch.setattr(texts, "text_of", text_of)
+    prompts = SimpleNamespace(encode=lambda *_, **__: [7, 9], texts=texts)
+    parts: Any = SimpleNamespace(prompts=prompts, config=LlmConfig(model="m"))
+    answer = await LlmServicer(parts).Tokenize(v1.TokenizeRequest(text="x", with_texts=True), CONTEXT)
+    assert (list(answer.ids), list(answer.texts), len(makers)) == ([7, 9], ["<7>", "<9>"], 2)
+    assert threading.current_thread() not in makers
+    assert list((await LlmServicer(parts).Tokenize(v1.TokenizeRequest(text="x"), CONTEXT)).texts) == []
 
 
 def test_scores_come_with_the_texts_of_their_tokens(texts: TokenTexts) -> None:
