@@ -4,8 +4,9 @@ small ones in a step, and they cannot be part of a cycle, so the garbage collect
 
 from __future__ import annotations
 
+import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -210,11 +211,26 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return [*(draw.at for draw in self.draws), *(each.at for each in self.pools)] or [0]
 
 
+_LIKELY = struct.Struct("<id")
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural logarithms: the chosen token's, and the likeliest tokens with theirs, likeliest first."""
+    """Natural logarithms: the chosen token's, and the likeliest tokens with theirs, likeliest first. Those are packed:
+    as objects, twenty of them take two kilobytes, and an answer waits for its reader."""
 
     chosen: float
-    top: list[tuple[int, float]]
+    packed: bytes = b""
+    """For each of the likeliest, int32 and float64."""
+
+    @classmethod
+    def of(cls, chosen: float, top: Iterable[tuple[int, float]]) -> TokenLogprobs:
+        """From these."""
+        return cls(chosen, b"".join(_LIKELY.pack(token, value) for token, value in top))
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """The likeliest tokens, with theirs."""
+        return list(_LIKELY.iter_unpack(self.packed))
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

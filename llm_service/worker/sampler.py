@@ -232,4 +232,4 @@ def _entries(likely: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
     """From what `_likeliest` gives, and how many each row wants of it."""
     width = likely.shape[1] // 2
     found = zip(likely[:, : 1 + width].tolist(), likely[:, 1 + width :].long().tolist(), tops, strict=True)
-    return [TokenLogprobs(own, list(zip(tokens[:top], rest[:top], strict=True))) for (own, *rest), tokens, top in found]
+    return [TokenLogprobs.of(own, zip(tokens[:top], rest[:top], strict=True)) for (own, *rest), tokens, top in found]

@@ -230,7 +230,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def _entry(logprobs: np.ndarray, token: int, top: int) -> TokenLogprobs:
     likeliest = np.argsort(-logprobs, kind="stable")[:top].tolist()
-    return TokenLogprobs(float(logprobs[token]), [(index, float(logprobs[index])) for index in likeliest])
+    return TokenLogprobs.of(float(logprobs[token]), [(index, float(logprobs[index])) for index in likeliest])
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def _beginning(order: Order, limits: Limits) -> int:
 
 
 def _likely(value: int, token: int) -> TokenLogprobs:
-    return TokenLogprobs(float(hash((value, token)) % 1009), [])
+    return TokenLogprobs(float(hash((value, token)) % 1009))
 
 
 def _sum_of(values: Sequence[int]) -> np.ndarray:

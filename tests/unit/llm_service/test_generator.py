@@ -398,14 +398,14 @@ async def test_a_caller_who_is_behind_gets_what_has_come_since_as_one_delta_of_e
         assert isinstance(await reading, Begun)
         first, second = ([builder.encode(letter)[0] for letter in text] for text in ("ab!cd", "xyz"))
         for number, token in enumerate(first):
-            likely = TokenLogprobs(-float(number), [])
+            likely = TokenLogprobs(-float(number))
             child.says(Tokens([Token(add.id, 0, token, "length" if number == 4 else "", likely)], 1.0 + number))
         ends = ("", "", "length")
         child.says(Tokens([Token(add.id, 1, second[0], "")], 1.0))
         child.says(Tokens([Token(add.id, 1, token, end) for token, end in zip(second[1:], ends[1:], strict=True)], 2.0))
         child.says(last := Beat(State()))
         await eventually(lambda: front.latest is last.state)
-        scores = [TokenLogprobs(-float(number), []) for number in range(3)]
+        scores = [TokenLogprobs(-float(number)) for number in range(3)]
         said = [event async for event in events]
         assert said[0] == Delta(0, "ab", first[:3], scores)
         assert (said[1].choice, said[1].reason, said[1].stop_text, said[1].completion_tokens) == (0, "stop", "!", 3)
@@ -427,7 +427,7 @@ def test_a_delta_never_holds_more_tokens_than_a_message_has_room_for() -> None:
 
 def test_logprobs_of_a_prompt_come_in_messages_that_have_room_for_them() -> None:
     """A step tells those of thousands of tokens; with twenty likely ones beside each, that is megabytes."""
-    logprobs = [TokenLogprobs(-float(number), []) for number in range(8)]
+    logprobs = [TokenLogprobs(-float(number)) for number in range(8)]
     found = list(together([PromptLogprobs(1, 5, logprobs[:7]), PromptLogprobs(1, 12, logprobs[7:])], most=3))
     assert found == [
         PromptLogprobs(1, 5, logprobs[:3]),

@@ -127,7 +127,7 @@ async def error_of(request: EngineRequest) -> TwinlensError:
 
 
 async def test_the_next_engine_gets_a_request_as_far_as_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = [TokenLogprobs(0.0, [])] * 2
+    scores = [TokenLogprobs(0.0)] * 2
     async with line(monkeypatch) as made:
         request = made.submit(n=3, resume=[Resumed(2, array("i", [4]).tobytes())])
         await made.begin(request)
@@ -151,7 +151,7 @@ async def test_the_next_engine_gets_a_request_as_far_as_it_has_come(monkeypatch:
 
 
 async def test_an_engine_hears_of_scores_when_their_caller_comes_back_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = [TokenLogprobs(0.0, [])] * 2
+    scores = [TokenLogprobs(0.0)] * 2
     async with line(monkeypatch) as made:
         request = made.submit()
         await made.hear(Started(request.id, 0), PromptLogprobs(request.id, 1, scores))

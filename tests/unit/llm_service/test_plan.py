@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from array import array
 
 import msgspec
 
-from llm_service.plan import Appended, Chunk, Draw, StepPlan
+from llm_service.plan import Appended, Chunk, Draw, StepPlan, TokenLogprobs
 from tests.in_turn import filled
 
 
@@ -47,3 +49,11 @@ def test_a_plan_survives_the_way_to_the_ranks() -> None:
         ints(1), bytes(12), [Chunk(0, 1, 4)], [], [Draw(at=0)], [(0, 3)], appended=[Appended(4, 0, ints(7))]
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=StepPlan) == made
+
+
+def test_likeliest_tokens_that_wait_for_a_reader_are_packed() -> None:
+    likeliest = [(7, -0.125), (151_000, -math.pi), *((token, -math.inf) for token in range(18))]
+    packed = msgspec.msgpack.encode(TokenLogprobs.of(-1.5, likeliest))
+    kept = msgspec.msgpack.decode(packed, type=TokenLogprobs)
+    assert (kept.chosen, kept.top) == (-1.5, likeliest)
+    assert sum(sys.getsizeof(value) for value in msgspec.structs.astuple(kept)) < 20 * 16

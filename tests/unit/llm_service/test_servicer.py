@@ -92,7 +92,7 @@ async def test_texts_of_tokens_are_made_beside_the_event_loop(
 
 def test_scores_come_with_the_texts_of_their_tokens(texts: TokenTexts) -> None:
     umlaut = texts._tokenizer.encode("ü").ids
-    scores = [TokenLogprobs(-1.0, [(umlaut[1], -0.5)]), TokenLogprobs(0.0, [])]
+    scores = [TokenLogprobs.of(-1.0, [(umlaut[1], -0.5)]), TokenLogprobs(0.0)]
     said = answers.prompt_logprobs(PromptLogprobsDelta(1, [256, 257], scores), texts).delta.prompt
     assert [(each.text, each.text_bytes) for each in said.logprobs] == [
         (" a", b" a"),
