@@ -49,14 +49,18 @@ class Options:
     video_pruning_rate: float | None = None
     kept_rows: bytes | None = None
     with_sound: bool | None = None
+    lesser_max_pixels: bool | None = None
+    """The lesser of `max_pixels` and the model's setting holds."""
 
     def stated(self) -> dict[str, Any]:
-        """The options that were given and change something, for the content key: a rate of 0 prunes nothing, and a
-        video without its sound is as it is anyway."""
+        """The options that were given and change something, for the content key: a rate of 0 prunes nothing, a
+        video without its sound is as it is anyway, and only one of two bounds is the lesser."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        for name in ("video_pruning_rate", "with_sound"):
+        for name in ("video_pruning_rate", "with_sound", "lesser_max_pixels"):
             if name in given and not given[name]:
                 del given[name]
+        if "max_pixels" not in given:
+            given.pop("lesser_max_pixels", None)
         return given
 
 

@@ -8,8 +8,11 @@ from common.media.item import Options
 
 
 def bounds(min_pixels: int, max_pixels: int, options: Options) -> tuple[int, int]:
-    """The area's bounds after resizing: the caller's where given, else the model's, which then gives way."""
-    min_pixels, max_pixels = options.min_pixels or min_pixels, options.max_pixels or max_pixels
+    """The area's bounds after resizing: the caller's where given, else the model's, which then gives way. A greatest
+    area may be given that holds only where it is the lesser."""
+    most = options.max_pixels or max_pixels
+    max_pixels = min(most, max_pixels) if options.lesser_max_pixels else most
+    min_pixels = options.min_pixels or min_pixels
     if min_pixels > max_pixels:
         return (max_pixels, max_pixels) if options.max_pixels else (min_pixels, min_pixels)
     return min_pixels, max_pixels

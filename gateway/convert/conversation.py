@@ -126,8 +126,10 @@ def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
     pixels = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
     match part:
         case ImagePart():
-            low = part.image_url is not None and part.image_url.detail == "low"
-            _set_options(media, **(pixels | {"max_pixels": _LOW_DETAIL_PIXELS} if low else pixels))
+            if part.image_url is not None and part.image_url.detail == "low":
+                most = min(_LOW_DETAIL_PIXELS, settings.max_pixels or _LOW_DETAIL_PIXELS)
+                pixels |= {"max_pixels": most, "lesser_max_pixels": True}
+            _set_options(media, **pixels)
         case QwenImagePart():
             _set_options(media, **(pixels | part.model_dump(include=set(pixels), exclude_none=True)))
         case VideoPart():

@@ -27,6 +27,13 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+
+def low_detail(picture: bytes) -> v1.Media:
+    media = an_image(picture, max_pixels=512 * 512)
+    media.options.lesser_max_pixels = True
+    return media
+
+
 CONVERSATIONS: dict[str, tuple[list[Any], list[v1.ChatMessage]]] = {
     "a text": ([said("Hello")], [user("Hello")]),
     "turns": (
@@ -42,7 +49,7 @@ CONVERSATIONS: dict[str, tuple[list[Any], list[v1.ChatMessage]]] = {
     "a picture": ([said(image(), text("What is it?"))], [user(an_image(PICTURE), "What is it?")]),
     "a small picture": (
         [said(image(detail="low"), text("What is it?"))],
-        [user(an_image(PICTURE, max_pixels=512 * 512), "What is it?")],
+        [user(low_detail(PICTURE), "What is it?")],
     ),
     "a video": ([said(text("Look:"), video(), text("What happens?"))], [user("Look:", a_video(CLIP), "What happens?")]),
 }

@@ -297,6 +297,14 @@ def test_media_settings_reach_pictures_and_videos_alike_where_they_can(door: Scr
     assert video.url == "https://example.org/a.mp4"
 
 
+@pytest.mark.parametrize(("most", "told"), [(None, 512 * 512), (20_000, 20_000), (300_000, 512 * 512)])
+def test_low_detail_only_lowers_the_bound_on_a_picture(door: Scripted, most: int | None, told: int) -> None:
+    low = {**PICTURE, "image_url": {**PICTURE["image_url"], "detail": "low"}}
+    outcome = post(door, messages=[{"role": "user", "content": [low]}], mm_processor_kwargs={"max_pixels": most})
+    options = outcome.asked.chat.messages[0].parts[0].media.options
+    assert options == v1.MediaOptions(max_pixels=told, lesser_max_pixels=True)
+
+
 def test_frames_are_chosen_by_either_field(door: Scripted) -> None:
     messages = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}]}]
     loading = {"video": {"num_frames": 8, "fps": 2}, "image": {}}

@@ -81,6 +81,19 @@ def test_a_caller_s_bound_wins_over_the_model_s():
     assert bounds(1000, 2000, Options(max_pixels=10)) == (10, 10)
 
 
+@given(
+    model=st.tuples(st.integers(1, 99), st.integers(1, 99)).map(sorted),
+    least=st.none() | st.integers(1, 99),
+    most=st.integers(1, 99),
+)
+def test_a_bound_that_only_lowers_makes_no_picture_larger(model, least, most):
+    plain = bounds(*model, Options(min_pixels=least))
+    lowered = bounds(*model, Options(min_pixels=least, max_pixels=most, lesser_max_pixels=True))
+    assert lowered[0] <= lowered[1] <= min(plain[1], most)
+    assert lowered[0] <= plain[0]
+    assert bounds(*model, Options(min_pixels=least, lesser_max_pixels=True)) == plain
+
+
 def test_a_caller_s_bound_on_a_video_is_for_all_frames_together():
     seen = Inspection(560, 560, 80, 20.0)
     plan = video(qwen2_vl.VIDEO_RULE).plan(seen, Options(max_pixels=8 * 56 * 56))
