@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import torch
+from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import vit
@@ -72,10 +73,7 @@ def rows(here: Machine) -> Iterator[str]:
             if gpu:
                 torch.cuda.synchronize(here.device)
             whole = time.perf_counter() - began
-        spent = {
-            each.key: ((each.self_device_time_total if gpu else each.self_cpu_time_total) / 1e6, each.count)
-            for each in seen.key_averages()
-        }
+        spent = kernels(seen.key_averages(), gpu=gpu)
         busy, launches = sum(seconds for seconds, _ in spent.values()), sum(count for _, count in spent.values())
         most = sorted(spent.items(), key=lambda each: -each[1][0])[:_SHOWN]
         here.keep(table="profile_device", name=name, whole=whole, busy=busy, launches=launches, kernels=dict(most))
@@ -83,6 +81,15 @@ def rows(here: Machine) -> Iterator[str]:
         yield head(["kernel", "times", "in all"])
         for kernel, (seconds, count) in most:
             yield line([kernel[:80].replace("|", "/"), count, ms(seconds)])
+
+
+def kernels(averages: Iterable[FunctionEventAvg], *, gpu: bool) -> dict[str, tuple[float, int]]:
+    """Seconds and how often, by name. What the profiler saw on the host beside a GPU, such as calls of CUDA's runtime,
+    is none."""
+    if not gpu:
+        return {str(each.key): (each.self_cpu_time_total / 1e6, each.count) for each in averages}
+    there = [each for each in averages if each.device_type.name == "CUDA"]
+    return {str(each.key): (each.self_device_time_total / 1e6, each.count) for each in there}
 
 
 def main() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
-from benchmarks import llm_device, real_shape, shapes, vit
+from benchmarks import llm_device, profile_device, real_shape, shapes, vit
 from benchmarks.device import Again, Machine, Peaks, measured, sheet, timed
 from common.checkpoint import Checkpoint
 from common.media.item import Grid
@@ -124,3 +126,19 @@ def test_a_gpu_is_known_by_its_name(name: str, bandwidth: float) -> None:
     assert peaks is not None
     assert peaks.bandwidth == pytest.approx(bandwidth * 1e12)
     assert sheet("NVIDIA GeForce RTX 4090") is None
+
+
+def test_what_the_host_does_beside_a_gpu_is_no_kernel() -> None:
+    seen = [event("matmul", DeviceType.CUDA, 9, 4e6), event("cudaLaunchKernel", DeviceType.CPU, 9, 0.0)]
+    assert profile_device.kernels(seen, gpu=True) == {"matmul": (4.0, 9)}
+    assert profile_device.kernels([event("aten::mm", DeviceType.CPU, 3, 2e6)], gpu=False) == {"aten::mm": (2.0, 3)}
+
+
+def event(name: str, where: DeviceType, count: int, microseconds: float) -> FunctionEventAvg:
+    seen = FunctionEventAvg()
+    seen.key, seen.device_type, seen.count = name, where, count
+    if where is DeviceType.CUDA:
+        seen.self_device_time_total = int(microseconds)
+    else:
+        seen.self_cpu_time_total = int(microseconds)
+    return seen
