@@ -70,6 +70,7 @@ def pytest_collection_finish() -> None:
         from tests import kernel_layout
 
         triton_interpreter.quicken()
+        triton_interpreter.round_products()
         kernel_layout.watch()
     if "numba" in sys.modules:
         kernels_in_turn.take_turns()

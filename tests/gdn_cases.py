@@ -19,7 +19,8 @@ from llm_service.layers.mixer import StateBackend
 SHAPES = (GdnShape(2, 4, 32, 16), GdnShape(3, 3, 16, 32))
 COUNTS = ((1, 1, 1), (64,), (1, 130, 1, 65, 7), (2, 63, 128))
 """How many tokens of each sequence are in a batch."""
-NEAR = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+NEAR = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1.2e-2}
+"""Twice as far as any was with tensor cores' products; transformers' own numbers are as far from those of float64."""
 _EPS = 1e-6
 
 

@@ -18,7 +18,8 @@ from llm_service.layers.mamba2.backend import Mamba2Backend, Mamba2Input, Mamba2
 SHAPES = (Mamba2Shape(2, 4, 16, 32, least_step=0.3), Mamba2Shape(1, 3, 32, 16))
 COUNTS = ((1, 1, 1), (64,), (1, 130, 1, 65, 7), (2, 63, 128))
 """How many tokens of each sequence are in a batch."""
-NEAR = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 4e-3}
+NEAR = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1.2e-2}
+"""Twice as far as any was with tensor cores' products."""
 _EPS = 1e-5
 _ENDLESS = float("inf")
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter, as the tests use it: beside a NumPy that it does not know, and in less time.
+"""Triton's interpreter, as the tests use it: beside a NumPy that it does not know, in less time, with a GPU's products.
 
 Triton 3.6, which torch 2.11 for GPUs is tied to, takes the bounds of loops from arrays that hold one number. NumPy 2.4
 refuses that, and earlier ones warned (triton-lang/triton#9171); Triton 3.7 asks for the number itself, and so do tests.
@@ -63,6 +63,31 @@ def quicken() -> None:
     interpreter._get_np_dtype = numpy_type
     _patch_once(interpreter)
     _make_types_once(core)
+
+
+def round_products() -> None:
+    """Has products of float32 be those of tensor cores, which see ten bits of a number's fraction ("tf32"), or of what
+    is left as well ("tf32x3")."""
+    import numpy as np
+    from triton._C.libtriton import ir
+    from triton.runtime import interpreter
+
+    builder, precisions = interpreter.InterpreterBuilder, ir.INPUT_PRECISION
+    plain = builder.create_dot
+
+    def seen(numbers: Any) -> Any:
+        return (np.ascontiguousarray(numbers).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+    def product(self: Any, a: Any, b: Any, d: Any, precision: Any, inexact: Any) -> Any:
+        if a.data.dtype != np.float32 or precision == precisions.IEEE:
+            return plain(self, a, b, d, precision, inexact)
+        left, right = seen(a.data), seen(b.data)
+        made = np.matmul(left, right)
+        if precision == precisions.TF32x3:
+            made += np.matmul(left, seen(b.data - right)) + np.matmul(seen(a.data - left), right)
+        return interpreter.TensorHandle(made + d.data, d.dtype.scalar)
+
+    builder.create_dot = product
 
 
 def _patch_once(interpreter: Any) -> None:

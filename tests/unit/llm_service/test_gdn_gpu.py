@@ -25,10 +25,17 @@ SHAPES = (GdnShape(1, 2, 32, 16), GdnShape(2, 2, 24, 48, width=3))
 COUNTS = ((1, 1), (1, 130, 65, 2))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, (torch.float16, torch.float32), strict=True)], ids=str)
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "counts"),
+    [
+        *((SHAPES[0], torch.float16, counts) for counts in COUNTS),
+        *((SHAPES[1], torch.float32, counts) for counts in COUNTS),
+        pytest.param(GdnShape(2, 4, 128, 128), torch.float32, gdn_cases.COUNTS[2], marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_sequences_of_a_batch_are_transformers_one_by_one(
-    shape: GdnShape, counts: tuple[int, ...], dtype: torch.dtype
+    shape: GdnShape, dtype: torch.dtype, counts: tuple[int, ...]
 ) -> None:
     gdn_cases.check(TritonBackend(shape, dtype, CPU), Case.drawn(shape, sum(counts), dtype), counts)
 
