@@ -14,11 +14,15 @@ from gateway.tool_parsers.arguments import parsed
 from gateway.tool_parsers.begun import BegunCall
 from gateway.tool_parsers.registry import TOOL_PARSERS
 from gateway.tool_parsers.tool_format import ToolFormat
-from gateway.tool_parsers.tool_parser import Call, Functions, Reader
+from gateway.tool_parsers.tool_parser import Call, Functions, Reader, Stretch
 from twinlens.v1 import llm_pb2
 
 THINK: Final = ("<think>", "</think>")
 """The marks around a model's reasoning, where its service does not tell them."""
+_PIECE: Final = 1024
+"""Characters that are looked at together: what a mark stands in is copied, and searched for others, no more often."""
+_TRIES: Final = 8
+"""Calls without an end that are looked for to the end of an answer: each reads all that follows once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,10 @@ class OutputParser:
         self._step = self._answer if constrained else self._beginning
         self._form_text = form_text
         self._marks = THINK
+        self._waiting: list[str] = []  # for what is held to be taken apart; the last is the first
+        self._gap: list[str] = []  # white space before what is held
         self._held = ""
+        self._tries = 0
         self._before = ""  # the mark of a call that is read, and white space before it
         self._reader: Reader | None = None
         self._begun: BegunCall | None = None  # the same call, where streams tell of it
@@ -107,29 +114,69 @@ class OutputParser:
 
     def feed(self, text: str) -> list[Piece]:
         """What is certain with this text."""
-        return self._go_on(text, last=False)
+        self._waiting.append(text)
+        return self._go_on(last=False)
 
     def end(self, *, cut: bool = False) -> list[Piece]:
         """What is left when there is no more; whether the answer was as long as it may be, and is no whole one."""
         self._cut = cut
-        return self._go_on("", last=True)
+        return self._go_on(last=True)
 
-    def _go_on(self, text: str, *, last: bool) -> list[Piece]:
-        self._held += text
+    def _go_on(self, *, last: bool) -> list[Piece]:
         out: list[Piece] = []
-        while self._step(out, last=last):
-            pass
-        return out
+        while True:
+            if self._waiting:
+                self._hold_more()
+            elif not last or not self._step(out, last=True):
+                return out
+            while self._step(out, last=False):
+                pass
+
+    def _hold_more(self) -> None:
+        text = self._waiting.pop()
+        if len(text) > _PIECE:
+            self._waiting.append(text[_PIECE:])
+            text = text[:_PIECE]
+        held, self._held = self._held, ""  # a string that has one name grows in place
+        held += text
+        self._held = held
+
+    def _drop(self, size: int) -> None:
+        """This much of what is held is done with."""
+        if rest := self._held[size + _PIECE :]:
+            self._waiting.append(rest)
+        self._held = self._held[size : size + _PIECE]
+
+    def _hold_blanks(self) -> None:
+        """Of what is held, white space at the beginning is known as such."""
+        said = self._held.lstrip()
+        if blanks := self._held[: len(self._held) - len(said)]:
+            self._gap.append(blanks)
+        self._held = said
+
+    def _behind_gap(self, text: str) -> str:
+        """It, with the white space before it."""
+        whole = "".join((*self._gap, text))
+        self._gap.clear()
+        return whole
+
+    def _gave_up(self) -> None:
+        """An answer that has no more came to its end within a call. After some, the rest is no call."""
+        self._tries += 1
+        if self._tries == _TRIES:
+            self._parser = None
 
     def _beginning(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
         """Whether the model thinks first."""
-        said = self._held.lstrip()
-        if said.startswith(self._marks[0]):
-            self._held = said[len(self._marks[0]) :]
+        self._hold_blanks()
+        if self._held.startswith(self._marks[0]):
+            self._gap.clear()
+            self._held = self._held[len(self._marks[0]) :]
             self._step = self._before_reasoning
             return True
-        if self._marks[0].startswith(said) and not last:
+        if self._marks[0].startswith(self._held) and not last:
             return False
+        self._held = self._behind_gap(self._held)
         self._step = self._answer
         return True
 
@@ -146,19 +193,23 @@ class OutputParser:
         if places:
             place, mark = min(places)
             thought = self._held[:place].rstrip()
-            _add(out, ReasoningDelta(thought))
+            if thought:
+                out.append(ReasoningDelta(self._behind_gap(thought)))
             is_end = mark == self._marks[1]
             if not is_end and self._parser and self._parser.ends_reasoning == "call":
-                self._before, self._held = self._held[len(thought) : place + len(mark)], self._held[place + len(mark) :]
+                self._before = self._behind_gap(self._held[len(thought) : place + len(mark)])
+                self._held = self._held[place + len(mark) :]
                 self._step = self._call_while_thinking
                 return True
+            self._gap.clear()
             self._held = self._held[place + (len(mark) if is_end else 0) :]
             self._step = self._after_reasoning
             return True
-        thought = self._held
-        keep = len(thought) if last else min(_certain(thought, mark) for mark in self._ends)
-        _add(out, ReasoningDelta(thought[:keep].rstrip() if last else thought[:keep]))
-        self._held = thought[keep:]
+        start = len(self._held) if last else _may_begin(self._held, self._ends)
+        if thought := self._held[:start].rstrip():
+            out.append(ReasoningDelta(self._behind_gap(thought)))
+        self._gap.append(self._held[len(thought) : start])
+        self._held = self._held[start:]
         return False
 
     @property
@@ -175,15 +226,21 @@ class OutputParser:
         read = self._reader.read(self._held, last=last)
         if read is None:
             return False
-        rest = self._held[read.size :]
+        if last and not read.calls:
+            self._gave_up()
         if read.calls and all(name in self._functions for name, _ in read.calls):
             for call in read.calls:
                 self._made(out, call)
-            self._held, self._step = rest, self._words
+            self._step = self._words
         else:
             thought, mark, behind = (self._before + self._held[: read.size]).partition(self._marks[1])
             _add(out, ReasoningDelta(thought.rstrip()))
-            self._held, self._step = mark + behind + rest, self._reasoning
+            if mark:
+                self._waiting.append(self._held[read.size :])
+                self._held = mark + behind
+                read = Stretch(0, [])
+            self._step = self._reasoning
+        self._drop(read.size)
         self._reader, self._before = None, ""
         return True
 
@@ -197,10 +254,11 @@ class OutputParser:
     def _calls_or_form(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
         """An answer that must have a form, which may have marks of calls in its texts, or is calls from its first sign
         on."""
-        said = self._held.lstrip()
-        if self._mark.startswith(said) and said != self._mark and not last:
+        self._hold_blanks()
+        if self._mark.startswith(self._held) and self._held != self._mark and not last:
             return False
-        self._step = self._words if said.startswith(self._mark) else self._form
+        self._step = self._words if self._held.startswith(self._mark) else self._form
+        self._held = self._behind_gap(self._held)
         return True
 
     def _form(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
@@ -211,7 +269,7 @@ class OutputParser:
     def _words(self, out: list[Piece], *, last: bool) -> bool:
         """Up to a call; white space before calls and between them belongs to them."""
         if self._parser is None or not self._mark:
-            _add(out, TextDelta(self._held))
+            _add(out, TextDelta(self._behind_gap(self._held)))
             self._held = ""
             return False
         bare = self._parser.bare
@@ -219,34 +277,38 @@ class OutputParser:
         words = self._held
         if places := [(place, mark) for mark in marks if (place := words.find(mark)) >= 0]:
             place, mark = min(places)
-            said = words[:place].rstrip()
-            self._before = words[len(said) : place + len(mark)]
-            _add(out, TextDelta(said))
+            if said := words[:place].rstrip():
+                out.append(TextDelta(self._behind_gap(said)))
+            self._before = self._behind_gap(words[len(said) : place + len(mark)])
             self._held = words[place + len(mark) :]
             self._sectioned = self.calls
             self._reader = bare[1](self._functions) if bare and mark == bare[0] else None
             self._step = self._section if self._parser.section else self._call
             return True
-        keep = len(words) if last else min(_certain(words, mark) for mark in marks)
-        if not (last and self.calls and not words.strip()):
-            _add(out, TextDelta(words[:keep]))
-        self._held = words[keep:]
+        start = len(words) if last else _may_begin(words, marks)
+        said = words[:start].rstrip()
+        if said or (last and not self.calls):
+            _add(out, TextDelta(self._behind_gap(words if last else said)))
+        if not last:
+            self._gap.append(words[len(said) : start])
+        self._held = words[start:]
         return False
 
     def _section(self, out: list[Piece], *, last: bool) -> bool:
         """Before a call, or the end, of a section; what is neither is words."""
         assert self._parser is not None
         assert self._parser.section is not None
-        said, begin, end = self._held.lstrip(), self._parser.begin, self._parser.section[1]
+        self._hold_blanks()
+        said, begin, end = self._held, self._parser.begin, self._parser.section[1]
         if not last and (begin.startswith(said) or end.startswith(said)) and said not in (begin, end):
             return False
-        gap = self._held[: len(self._held) - len(said)]
         self._step = self._words
         if said.startswith(begin):
-            self._before += gap + begin
+            self._before += self._behind_gap(begin)
             self._held = said[len(begin) :]
             self._step = self._call
         elif said.startswith(end) and not self._before:
+            self._gap.clear()
             self._held = said[len(end) :]
         else:
             _add(out, TextDelta(self._before))
@@ -268,9 +330,12 @@ class OutputParser:
             _add(out, TextDelta(self._before + self._held[: read.size]))
         for call in read.calls:
             self._made(out, call)
-        self._held = self._held[read.size :]
+        self._drop(read.size)
         self._reader, self._begun, self._before = None, None, ""
-        self._step = self._section if self._parser.section and self.calls > self._sectioned else self._words
+        if last and not read.calls:
+            self._gave_up()
+        in_section = self._parser and self._parser.section and self.calls > self._sectioned
+        self._step = self._section if in_section else self._words
         return True
 
     def _tell(self, out: list[Piece], begun: BegunCall) -> None:
@@ -327,14 +392,17 @@ def _add(out: list[Piece], piece: TextDelta | ReasoningDelta) -> None:
         out.append(piece)
 
 
-def _certain(text: str, mark: str) -> int:
-    """How much of a text can neither be the beginning of the mark nor white space before it.
+def _may_begin(text: str, marks: tuple[str, ...]) -> int:
+    """Where a mark may begin that the text does not hold yet: at its end at the latest.
 
-    >>> _certain("so be it \\n<too", "<tool_call>"), _certain("a <b", "<tool_call>")
-    (8, 4)
+    >>> _may_begin("so be it \\n<too", ("<tool_call>",)), _may_begin("a <b", ("<tool_call>", "</"))
+    (10, 4)
     """
-    start = next((at for at in range(max(0, len(text) - len(mark) + 1), len(text)) if mark.startswith(text[at:])), None)
-    return len(text[:start].rstrip())
+    for at in range(max(0, len(text) - max(map(len, marks)) + 1), len(text)):
+        for mark in marks:
+            if mark.startswith(text[at:]):
+                return at
+    return len(text)
 
 
 def _is_call(call: Any) -> bool:

@@ -7,8 +7,7 @@ import re
 from typing import Final
 
 from gateway.tool_parsers.arguments import parsed_call
-from gateway.tool_parsers.mark_search import JSON_TEXTS
-from gateway.tool_parsers.tool_parser import Call, Functions, Marked, Reader, all_named
+from gateway.tool_parsers.tool_parser import Call, Functions, MarkedJson, Reader, all_named
 
 BEGIN: Final = "<｜tool▁call▁begin｜>"
 SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -16,20 +15,22 @@ HEADS: Final = (
     re.compile(r"\s{0,64}(?P<name>[\w.-]{1,128})\s{0,64}<｜tool▁sep｜>\s{0,64}(?=\{)"),
     re.compile(r"\s{0,64}\w{1,128}<｜tool▁sep｜>(?P<name>[\w.-]{1,128})\s{0,64}```json\s{0,64}(?=\{)"),
 )
-_CALL = re.compile(
-    r"\s*(?:\w+<｜tool▁sep｜>(?P<old>[\w.-]+)\s*```json\s*(?P<fenced>.*)```"
-    r"|(?P<name>[\w.-]+)\s*<｜tool▁sep｜>(?P<bare>.*))\s*",
-    re.DOTALL,
-)
+_FENCE: Final = "```"
+_HEAD = re.compile(r"\s*(?:\w+<｜tool▁sep｜>(?P<old>[\w.-]+)\s*```json|(?P<name>[\w.-]+)\s*<｜tool▁sep｜>)")
 
 
 def deepseek_reader(_: Functions) -> Reader:
     """Reads up to `<｜tool▁call▁end｜>`."""
-    return Marked("<｜tool▁call▁end｜>", JSON_TEXTS, _call)
+    return MarkedJson("<｜tool▁call▁end｜>", _call)
 
 
 def _call(body: str) -> list[Call] | None:
-    call = _CALL.fullmatch(body)
-    if call is None:
+    head = _HEAD.match(body)
+    if head is None:
         return None
-    return all_named([{"name": call["old"] or call["name"], "arguments": parsed_call(call["fenced"] or call["bare"])}])
+    arguments = body[head.end() :]
+    if head["old"]:
+        arguments, fence, rest = arguments.rpartition(_FENCE)
+        if not fence or rest.strip():
+            return None
+    return all_named([{"name": head["old"] or head["name"], "arguments": parsed_call(arguments)}])

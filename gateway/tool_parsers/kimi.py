@@ -6,15 +6,16 @@ import re
 from typing import Final
 
 from gateway.tool_parsers.arguments import parsed_call
-from gateway.tool_parsers.mark_search import JSON_TEXTS
-from gateway.tool_parsers.tool_parser import Call, Functions, Marked, Reader, all_named
+from gateway.tool_parsers.tool_parser import Call, Functions, MarkedJson, Reader, all_named
 
 BEGIN: Final = "<|tool_call_begin|>"
 SECTION: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _ARGUMENTS: Final = "<|tool_call_argument_begin|>"
 HEADS: Final = (
     re.compile(
-        r"\s{0,64}(?:functions\.)?(?P<name>[\w.-]{1,128})(?::\d+)?\s{0,64}" + re.escape(_ARGUMENTS) + r"\s{0,64}(?=\{)"
+        r"\s{0,64}(?:functions\.)?(?P<name>[\w.-]{1,128})(?::\d{1,16})?\s{0,64}"
+        + re.escape(_ARGUMENTS)
+        + r"\s{0,64}(?=\{)"
     ),
 )
 _NAME = re.compile(r"\s*(?:functions\.)?([\w.-]+)(?::\d+)?\s*")
@@ -22,7 +23,7 @@ _NAME = re.compile(r"\s*(?:functions\.)?([\w.-]+)(?::\d+)?\s*")
 
 def kimi_reader(_: Functions) -> Reader:
     """Reads up to `<|tool_call_end|>`."""
-    return Marked("<|tool_call_end|>", JSON_TEXTS, _call)
+    return MarkedJson("<|tool_call_end|>", _call)
 
 
 def _call(body: str) -> list[Call] | None:

@@ -8,14 +8,12 @@ from typing import Any, Final
 
 from gateway.tool_parsers.arguments import parsed_call, written
 from gateway.tool_parsers.mark_search import JSON_TEXTS, ValueEnd
-from gateway.tool_parsers.tool_parser import Call, Functions, Reader, Stretch, all_named
+from gateway.tool_parsers.tool_parser import SPACE, Call, Functions, Reader, Stretch, all_named
 
 GRANITE_BEGIN: Final = "<|tool_call|>"
 HUNYUAN: Final = ("<tool_calls>", "</tool_calls>")
 PHI_BEGIN: Final = "functools"
 APERTUS: Final = ("<|tools_prefix|>", "<|tools_suffix|>")
-_SPACE = 64
-"""White space before the list, and between it and its end mark, at most."""
 
 
 class ListReader:
@@ -24,25 +22,31 @@ class ListReader:
 
     def __init__(self, end: str, calls: Callable[[Any], list[Call] | None]) -> None:
         self._end, self._calls = end, calls
-        self._value, self._size = ValueEnd(JSON_TEXTS), -1
+        self._value: ValueEnd | None = None
+        self._begin_of_value, self._end_of_value = 0, -1
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
         """See `Reader`."""
-        said = text.lstrip()
-        before = len(text) - len(said)
-        if before > _SPACE or (said and said[0] not in "[{") or (last and not said):
-            return Stretch(0, [])
-        if self._size < 0 and said:
-            self._size = self._value.find(said)
-        if (size := self._size) < 0:
+        if self._value is None:
+            begun = text[: SPACE + 1]
+            said = begun.lstrip()
+            if not said and len(text) <= SPACE and not last:
+                return None
+            if said[:1] not in ("[", "{"):
+                return Stretch(0, [])
+            self._begin_of_value = len(begun) - len(said)
+            self._value = ValueEnd(JSON_TEXTS, self._begin_of_value)
+        if self._end_of_value < 0:
+            self._end_of_value = self._value.find(text)
+        if (size := self._end_of_value) < 0:
             return Stretch(len(text), []) if last else None
-        value = parsed_call(said[:size])
-        behind = said[size : size + _SPACE + len(self._end)]
+        behind = text[size : size + SPACE + len(self._end)]
         rest = behind.lstrip()
-        if self._end and not last and len(behind) - len(rest) <= _SPACE and _begins(self._end, rest):
+        if self._end and not last and len(behind) - len(rest) <= SPACE and _begins(self._end, rest):
             return None
+        value = parsed_call(text[self._begin_of_value : size])
         ended = len(behind) - len(rest) + len(self._end) if self._end and rest.startswith(self._end) else 0
-        return Stretch(before + size + ended, self._calls(value if isinstance(value, list) else [value]) or [])
+        return Stretch(size + ended, self._calls(value if isinstance(value, list) else [value]) or [])
 
 
 def plain_list_reader(_: Functions) -> Reader:

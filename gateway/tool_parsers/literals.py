@@ -15,7 +15,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _KEY = re.compile(r"[^\s:,{}\[\]<]+")
 _ENDS = r"(?!\s*(?:[,:)\]}]|$))"
-_PYTHON_TEXT = re.compile(rf"""\"(?:[^"\\]|\\.|"{_ENDS})*"|'(?:[^'\\]|\\.|'{_ENDS})*'""", re.DOTALL)
+_PYTHON_TEXT = re.compile(rf"""\"(?:[^"\\]++|\\.|"{_ENDS})*"|'(?:[^'\\]++|\\.|'{_ENDS})*'""", re.DOTALL)
 """Templates quote texts and escape nothing in them: a quote that nothing ends behind is an apostrophe."""
 _ESCAPED = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "\\": "\\", '"': '"', "'": "'"}

@@ -23,18 +23,17 @@ class Quotes:
 
 
 JSON_TEXTS = Quotes({'"': '"'}, escapes=True)
-PYTHON_TEXTS = Quotes({'"': '"', "'": "'"}, escapes=True)
 
 
 class MarkSearch:
     """One search. Each text that it is asked about begins with the one before, of which it reads nothing again. The
     marks are of one length, and what opens a quotation is no longer."""
 
-    def __init__(self, marks: Sequence[str], quotes: Quotes) -> None:
+    def __init__(self, marks: Sequence[str], quotes: Quotes, begin: int = 0) -> None:
         self._quotes = quotes
         self._size = len(marks[0])
         self._outside = re.compile("|".join(map(re.escape, (*marks, *quotes.marks))))
-        self._at = 0
+        self._at = begin
         self._quote = ""
 
     def found(self, text: str, *, last: bool = False) -> Iterator[re.Match[str]]:
@@ -58,10 +57,10 @@ class MarkSearch:
 
 
 class ValueEnd:
-    """Looks for the end of a value that begins with a bracket."""
+    """Looks for the end of a value that begins with a bracket, at this place; then for those that follow."""
 
-    def __init__(self, quotes: Quotes) -> None:
-        self._brackets = MarkSearch("[]{}()", quotes)
+    def __init__(self, quotes: Quotes, begin: int) -> None:
+        self._brackets = MarkSearch("[]{}()", quotes, begin)
         self._depth = 0
 
     def find(self, text: str) -> int:

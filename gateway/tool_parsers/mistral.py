@@ -17,6 +17,8 @@ HEADS: Final = (
 )
 _HEAD = re.compile(r"\s{0,64}(?P<name>[\w.-]{0,128})(?:\[CALL_ID\]\w{0,128})?(?P<args>\[ARGS\]\s{0,64})?", re.ASCII)
 
+_LONGEST_MARK: Final = len("[CALL_ID]")
+
 
 class MistralReader:
     """Reads a list of calls, or one that is a name and its arguments, from `[TOOL_CALLS]` on: JSON ends by itself."""
@@ -30,8 +32,8 @@ class MistralReader:
         """See `Reader`."""
         if self._value is None and (stretch := self._head(text, last=last)) is not None:
             return stretch
-        end = -1 if self._value is None else self._begin + self._value.find(text[self._begin :])
-        if end < self._begin:
+        end = -1 if self._value is None else self._value.find(text)
+        if end < 0:
             return Stretch(len(text), []) if last else None
         value = parsed_call(text[self._begin : end])
         if self._name is not None:
@@ -42,9 +44,9 @@ class MistralReader:
         """Finds where the JSON begins; no calls where there can be none."""
         head = _HEAD.match(text)
         assert head is not None  # it may be of no signs
-        name, rest = head["name"], text[head.end() :]
+        name, rest = head["name"], text[head.end() : head.end() + _LONGEST_MARK + 1]
         if rest.startswith("{") if name and head["args"] else rest.startswith("[") and not name:
-            self._name, self._begin, self._value = name or None, head.end(), ValueEnd(JSON_TEXTS)
+            self._name, self._begin, self._value = name or None, head.end(), ValueEnd(JSON_TEXTS, head.end())
             return None
         may_go_on = not rest or (name and any(mark.startswith(rest) for mark in ("[CALL_ID]", "[ARGS]")))
         return None if may_go_on and not last else Stretch(0, [])

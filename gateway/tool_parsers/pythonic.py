@@ -52,13 +52,12 @@ class LlamaReader:
 def _json_objects(text: str) -> list[Call] | None:
     """Calls one behind the other, with a semicolon between two, or nothing."""
     values: list[Any] = []
+    ends = ValueEnd(JSON_TEXTS, 0)
     at = 0
     while begin := _NEXT_OBJECT.match(text, at):
-        rest = text[begin.end() :]
-        if (size := ValueEnd(JSON_TEXTS).find(rest)) < 0:
+        if (at := ends.find(text)) < 0:
             return None
-        at = begin.end() + size
-        values.append(parsed(rest[:size]))
+        values.append(parsed(text[begin.end() : at]))
     return None if text[at:].strip("; \n") else all_named(values)
 
 

@@ -12,7 +12,7 @@ from gateway.tool_parsers.tool_parser import Call, Functions, Marked, NoCalls, O
 
 MARKS: Final = ("<tool_call>", "</tool_call>")
 INTERNLM: Final = ("<|action_start|><|plugin|>", "<|action_end|>")
-_GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
+_GLM_NAME = re.compile(r"\s{0,64}([^\s<]{1,128})\s{0,64}")
 _GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 

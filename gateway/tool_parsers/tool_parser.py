@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from gateway.tool_parsers.arguments import Schema, parsed_call, written
-from gateway.tool_parsers.mark_search import JSON_TEXTS, MarkSearch, Quotes
+from gateway.tool_parsers.json_end import NO_JSON, NOT_YET, JsonEnd
+from gateway.tool_parsers.mark_search import MarkSearch, Quotes
 
 Functions: TypeAlias = Mapping[str, dict[str, Any]]
 """The schemas of functions' parameters, by name."""
@@ -22,6 +23,8 @@ JSON_HEAD: Final = re.compile(r"\s{0,64}" + _NAMED)
 """What stands before the arguments of `{"name": …, "arguments": {…}}`."""
 LIST_HEAD: Final = re.compile(r"\s{0,64}\[\s{0,64}" + _NAMED)
 """The same of the first in a list."""
+SPACE: Final = 64
+"""White space before a call, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,45 @@ class Marked:
         return Stretch(end + len(self._end), self._calls(text[:end]) or [])
 
 
+class MarkedJson:
+    """Reads a call that is JSON, or holds it behind a name, up to its end mark; where that never comes, the whole rest.
+    No end mark is one in the JSON's texts, unless it is none: that is words up to the first, so that a model that
+    writes malformed calls one after the other is read once."""
+
+    def __init__(self, end: str, calls: Callable[[str], list[Call] | None]) -> None:
+        self._end, self._calls = end, calls
+        self._first = re.compile(r"[{\"]|" + re.escape(end))
+        self._json = JsonEnd()
+        self._begin = -1  # of the JSON
+        self._at = 0  # nothing that is looked for stands before this place
+        self._has_no_more_json = False
+
+    def read(self, text: str, *, last: bool) -> Stretch | None:
+        """See `Reader`. At the last, a mark within a text that has no end is one."""
+        if not self._has_no_more_json:
+            self._look_for_json(text)
+        end = text.find(self._end, self._at) if self._has_no_more_json else text.find(self._end) if last else -1
+        if end >= 0:
+            return Stretch(end + len(self._end), self._calls(text[:end]) or [])
+        if last:
+            return Stretch(len(text), self._calls(text) or [])
+        if self._has_no_more_json:
+            self._at = max(self._at, len(text) - len(self._end) + 1)
+        return None
+
+    def _look_for_json(self, text: str) -> None:
+        if self._begin < 0:
+            first = self._first.search(text, self._at)
+            if first is None:
+                self._at = max(self._at, len(text) - len(self._end) + 1)
+                return
+            self._at, self._begin = 0, first.start()
+            self._has_no_more_json = first[0] != "{"
+        if not self._has_no_more_json and (place := self._json.find(text, self._begin)) != NOT_YET:
+            self._at = 0 if place == NO_JSON else place
+            self._has_no_more_json = True
+
+
 class NoCalls:
     """Reads nothing: what stands here is words."""
 
@@ -89,16 +131,16 @@ class OrJson:
     whatever the model was taught, or what it was taught."""
 
     def __init__(self, end: str, functions: Functions, taught: Reader) -> None:
-        self._json = Marked(end, JSON_TEXTS, lambda body: _one(parsed_call(body), functions))
+        self._json = MarkedJson(end, lambda body: _one(parsed_call(body), functions))
         self._taught = taught
         self._chosen: Reader | None = None
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
         """See `Reader`."""
         if self._chosen is None:
-            said = text.lstrip()
-            if not said and not last:
-                return None
+            said = text[: SPACE + 1].lstrip()
+            if not said:
+                return Stretch(0, []) if last or len(text) > SPACE else None
             self._chosen = self._json if said.startswith("{") else self._taught
         return self._chosen.read(text, last=last)
 

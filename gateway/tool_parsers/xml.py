@@ -36,24 +36,30 @@ class _XmlReader:
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
+        self._begins = False
         self._at = self._depth = 0
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
         """See `Reader`. At the last, an end mark in a value that has no end is one."""
-        begun = text.lstrip()[: len(FUNCTION)]
-        if begun != FUNCTION:
-            return None if FUNCTION.startswith(begun) and not last else Stretch(0, [])
+        if not self._begins:
+            begun = text.lstrip()[: len(FUNCTION)]
+            if begun != FUNCTION:
+                return None if FUNCTION.startswith(begun) and not last else Stretch(0, [])
+            self._begins = True
+        return self._read(text, last=last)
+
+    def _read(self, text: str, *, last: bool, before: str = "") -> Stretch | None:
         while tag := _TAG.search(text, self._at):
             self._at = tag.end()
             if tag[0] != _END:
                 self._depth = max(0, self._depth + (1 if tag[0][1] == "p" else -1))
             elif not self._depth:
-                return Stretch(tag.end(), self._calls(text[: tag.start()]) or [])
+                return Stretch(tag.end(), self._calls(before + text[: tag.start()]) or [])
         self._at = max(self._at, len(text) - _LONGEST_TAG + 1)
         if not last:
             return None
         body, mark, _ = text.partition(_END)
-        return Stretch(len(body + mark), self._calls(body, ended=bool(mark)) or [])
+        return Stretch(len(body) + len(mark), self._calls(before + body, ended=bool(mark)) or [])
 
     def _calls(self, body: str, *, ended: bool = True) -> list[Call] | None:
         """What the functions of a body are called with. The end of a function may be left out where another begins, or
@@ -94,11 +100,14 @@ class _BareReader(_XmlReader):
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
         """See `Reader`."""
-        name, mark, _ = text.partition(">")
-        if name not in self._functions if mark else last or not any(each.startswith(name) for each in self._functions):
-            return Stretch(0, [])
-        read = super().read(FUNCTION + text, last=last)
-        if read is None:
-            return None
-        known = all(name in self._functions for name, _ in read.calls)
-        return Stretch(read.size - len(FUNCTION), read.calls if known else [])
+        if not self._begins:
+            name, mark, _ = text.partition(">")
+            if not mark and not last and any(each.startswith(name) for each in self._functions):
+                return None
+            if not mark or name not in self._functions:
+                return Stretch(0, [])
+            self._begins = True
+        read = self._read(text, last=last, before=FUNCTION)
+        if read is None or all(name in self._functions for name, _ in read.calls):
+            return read
+        return Stretch(read.size, [])

@@ -1,0 +1,94 @@
+"""Where JSON ends in a text that comes in pieces, or that it is none: by its brackets, texts and separators alone."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+from typing import Final
+
+NOT_YET: Final = -1
+NO_JSON: Final = -2
+
+_BLANK: Final = re.compile(r"[ \t\n\r]*+")
+_IN_TEXT: Final = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_IN_WORD: Final = re.compile(r"[\w.+-]*+")
+_CLOSED_BY: Final = {"{": "}", "[": "]"}
+
+
+class _Next(Enum):
+    """What comes next; of an object or list that begins, maybe its end."""
+
+    FIRST_KEY = auto()
+    KEY = auto()
+    COLON = auto()
+    FIRST_VALUE = auto()
+    VALUE = auto()
+    BEHIND_VALUE = auto()
+
+
+class JsonEnd:
+    """Looks for the end of an object or list. Any word stands for a value, and texts may have line ends: who parses it
+    will see that."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._open: list[str] = []  # what closes each object and list that is open
+        self._next = _Next.VALUE
+        self._in_text = self._in_word = False
+        self._found = NOT_YET
+
+    def find(self, text: str, begin: int = 0) -> int:
+        """The place behind it, NOT_YET, or NO_JSON. It begins at this place; each text begins with the one before."""
+        at = max(self._at, begin)
+        while at < len(text) and self._found == NOT_YET:
+            if self._in_text:
+                at = _end(_IN_TEXT, text, at)
+                if text[at : at + 1] != '"':
+                    break  # there is no more, or half an escape
+                self._in_text = False
+                at += 1
+                continue
+            if self._in_word:
+                at = _end(_IN_WORD, text, at)
+                self._in_word = at == len(text)
+            at = _end(_BLANK, text, at)
+            if at == len(text):
+                break
+            may_be = self._takes(text[at])
+            at += 1
+            if not may_be:
+                self._found = NO_JSON
+            elif not self._open:
+                self._found = at
+        self._at = at
+        return self._found
+
+    def _takes(self, sign: str) -> bool:
+        """Whether JSON may go on so, outside its texts."""
+        now, self._next = self._next, _Next.BEHIND_VALUE
+        if self._open and sign == self._open[-1]:
+            self._open.pop()
+            return now in (_Next.BEHIND_VALUE, _Next.FIRST_KEY, _Next.FIRST_VALUE)
+        match now:
+            case _Next.FIRST_KEY | _Next.KEY:
+                self._next, self._in_text = _Next.COLON, sign == '"'
+                return self._in_text
+            case _Next.COLON:
+                self._next = _Next.VALUE
+                return sign == ":"
+            case _Next.BEHIND_VALUE:
+                self._next = _Next.KEY if self._open[-1] == "}" else _Next.VALUE
+                return sign == ","
+            case _:
+                if bracket := _CLOSED_BY.get(sign):
+                    self._open.append(bracket)
+                    self._next = _Next.FIRST_KEY if sign == "{" else _Next.FIRST_VALUE
+                    return True
+                self._in_text, self._in_word = sign == '"', _IN_WORD.fullmatch(sign) is not None
+                return bool(self._open) and (self._in_text or self._in_word)
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where what the pattern finds here ends; it may find nothing."""
+    found = pattern.match(text, at)
+    return found.end() if found else at
