@@ -126,7 +126,7 @@ Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt | PiecesPrompt
 class Structure:
     """The form that an answer must have; `text` is the contract's field, a choice's options as a JSON list."""
 
-    kind: Literal["json_schema", "regex", "grammar", "choice"]
+    kind: Literal["json_schema", "regex", "grammar", "choice", "structural_tag"]
     text: str
 
 

@@ -76,6 +76,7 @@ class StructuredOutputs(Model):
     choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class MediaSettings(Model):
@@ -166,8 +167,23 @@ class JsonSchema(Model):
 class ResponseFormat(Model):
     """The form of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: Annotated[list[dict[str, Any]], Field(max_length=4096, fail_fast=True)] | None = None
+    triggers: Texts | None = None
+
+    @property
+    def structural_tag(self) -> dict[str, Any]:
+        """What it says as one."""
+        given = {"format": self.format, "structures": self.structures, "triggers": self.triggers}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> ResponseFormat:
+        if (self.type == "structural_tag") != bool(self.structural_tag):
+            raise ValueError("format, or structures and triggers, go with structural_tag, and this with them")
+        return self
 
 
 class TruncationFields(Model):

@@ -13,7 +13,7 @@ from gateway.tools import places_of
 from twinlens.v1 import llm_pb2
 
 _FORMS = "guided_json", "guided_regex", "regex", "guided_choice", "guided_grammar", "ebnf", "structured_outputs"
-_STRUCTURES = "json_schema", "regex", "choice", "grammar"
+_STRUCTURES = "json_schema", "regex", "choice", "grammar", "structural_tag"
 """What has the form of an answer here, and what the contract calls it."""
 
 

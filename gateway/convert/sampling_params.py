@@ -74,6 +74,7 @@ def _set_structure(params: llm_pb2.SamplingParams, asked: SamplingFields) -> Non
             ("choice", outputs.choice),
             ("grammar", outputs.grammar),
             ("json_schema", _ANY_OBJECT if outputs.json_object else None),
+            ("structural_tag", _schema(outputs.structural_tag)),
         ]
     for kind, form in given:
         if form is not None:
@@ -99,6 +100,8 @@ def set_response_format(params: llm_pb2.SamplingParams, asked: ResponseFormat) -
             if asked.json_schema is None:
                 raise InvalidInput("the schema is missing", reason="BAD_FIELD", field="response_format.json_schema")
             set_form(params, "json_schema", json_of(asked.json_schema.schema_))
+        case "structural_tag":
+            set_form(params, "structural_tag", json_of(asked.structural_tag))
         case "text":
             return
 

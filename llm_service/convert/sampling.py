@@ -73,8 +73,9 @@ class SamplingReader:
             raise InvalidInput(f"the {kind} is too long", reason="STRUCTURE_TOO_LARGE", field=field)
         if not text or (kind == "choice" and not all(options or [""])):
             raise InvalidInput(f"the {kind} is empty", reason="BAD_STRUCTURE", field=field)
-        if kind == "json_schema" and _depth(text) > self._config.max_schema_depth:
-            raise InvalidInput("the json_schema is nested too deeply", reason="STRUCTURE_TOO_LARGE", field=field)
+        is_json = kind in ("json_schema", "structural_tag")
+        if is_json and _depth(text) > self._config.max_schema_depth:
+            raise InvalidInput(f"the {kind} is nested too deeply", reason="STRUCTURE_TOO_LARGE", field=field)
         return Structure(kind, text)
 
     def thinking_token_budget(self, message: llm_pb2.SamplingParams) -> int | None:

@@ -444,5 +444,7 @@ def _grammar(structure: Structure) -> str:
             case "choice":
                 words = " | ".join(json.dumps(word) for word in json.loads(structure.text))
                 return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))  # one word to the parser
+            case "structural_tag":
+                raise ValueError("it is compiled as a grammar")
     except ValueError as error:
         raise InvalidInput(f"the {structure.kind} cannot be read", reason="BAD_STRUCTURE", field=field) from error

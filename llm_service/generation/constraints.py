@@ -77,6 +77,8 @@ class Constraints:
         try:
             made = await self._compiler.grammar(structure, request.salt, request.salt or request.peer)
         except InvalidInput as error:
+            if request.structure is not None and request.structure.kind == "structural_tag":
+                error = error.at("sampling.structural_tag")  # which is compiled as a grammar
             at_fault = await self._strict_at_fault(request)
             raise at_fault or (error.at("chat.tools") if calls else error) from None
         return _sampled(request, grammar=made.grammar, grammar_bytes=made.bytes, grammar_trigger=trigger)

@@ -92,7 +92,7 @@ def demanded(structure: Structure) -> Demand:
             return _written_out(_GRAMMAR, structure.text)
         case "json_schema":
             return _of_schema(structure.text)
-        case "choice":
+        case "choice" | "structural_tag":  # of which the latter comes as a grammar
             return _NOTHING
 
 

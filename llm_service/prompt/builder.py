@@ -18,6 +18,7 @@ from common.media.item import Header, Modality
 from llm_service.families.family import FAR, Rows, SpecialToken
 from llm_service.families.transcription import ASR_TEXT
 from llm_service.model_config.served import ServedModel
+from llm_service.prompt import structural_tag
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
@@ -84,6 +85,7 @@ class PromptBuilder:
         self._plain = PlainTokenizer({**settings, "added_tokens": blanks, "post_processor": None})
         self._added = {each["content"]: int(each["id"]) for each in marks}
         self._special = SpecialTokens(marks)
+        self._plain_marks = {int(each["id"]): each["content"] for each in marks if not _is_no_text(each)}
         self._first, self._last = self._around()
         self._alone, self._frame = model.family.prompt.alone, model.family.prompt.frame
         self._length_mark, self._turns_at = model.family.prompt.duration_mark, model.family.prompt.long_rope_threshold
@@ -178,11 +180,25 @@ class PromptBuilder:
 
     def form(self, structure: Structure, prompt: Prompt) -> Structure:
         """The form that an answer must have, in whose place it may be calls. Raises InvalidInput."""
+        if structure.kind == "structural_tag":
+            structure = structural_tag.as_grammar(structure.text, self._guided)
         if not isinstance(prompt, ChatPrompt) or not (prompt.calls_or_form and prompt.tools):
             return structure
         if self.template.tool_format is ToolFormat.NONE:
             return structure
         return calls_or_form(structure, prompt.tools, self.template, self._added)
+
+    def _guided(self, text: str) -> list[str | int]:
+        """A text in pieces, cut at tokens that a grammar has by their numbers: to it others are text."""
+        found: list[str | int] = []
+        for piece in self._special.split(text):
+            is_text = isinstance(piece, str) or piece in self._plain_marks
+            said = (piece if isinstance(piece, str) else self._plain_marks[piece]) if is_text else piece
+            if found and isinstance(said, str) and isinstance(found[-1], str):
+                found[-1] += said
+            else:
+                found.append(said)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens by their names."""
@@ -429,6 +445,11 @@ class PromptBuilder:
 
     def _ids(self, pieces: Sequence[Piece]) -> list[int]:
         return self.layout(pieces, []).ids
+
+
+def _is_no_text(mark: Mapping[str, Any]) -> bool:
+    """Whether llguidance has no text made with an added token: a special one, or one in angle brackets."""
+    return bool(mark.get("special")) or (mark["content"].startswith("<") and mark["content"].endswith(">"))
 
 
 def _moved(span: Span, by: int) -> Span:

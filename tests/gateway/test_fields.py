@@ -338,6 +338,21 @@ def test_content_that_comes_in_base64_goes_on_as_it_is(
     assert (refused["code"], refused["param"]) == ("BAD_BASE64", "messages[0].content[0]")
 
 
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
+STRUCTURES = [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}]
+
+
+@pytest.mark.parametrize("said", [{"format": TAG}, {"structures": STRUCTURES, "triggers": ["<a"]}])
+def test_structural_tags_are_said_in_either_form_and_place(door: Scripted, said: dict[str, Any]) -> None:
+    one = post(door, response_format={"type": "structural_tag", **said})
+    assert json.loads(one.asked.sampling.structural_tag) == said
+    for told in (said, json.dumps(said)):
+        other = post(door, structured_outputs={"structural_tag": told})
+        assert json.loads(other.asked.sampling.structural_tag) == said
+    for wrong in ({"type": "structural_tag"}, {"type": "json_object", **said}):
+        assert post(door, response_format=wrong).body["error"]["code"] == "BAD_FIELD"
+
+
 def medium(door: Scripted, part: dict[str, Any], **fields: Any) -> v1.Media:
     """What the LLM service is asked of a part."""
     outcome = post(door, messages=[{"role": "user", "content": [part]}], **fields)

@@ -194,6 +194,13 @@ def check_thinking_token_budget(both: Pair, plain: list[int]) -> None:
     assert plain
 
 
+def check_structural_tag(both: Pair, plain: list[int]) -> None:
+    tag = {"format": {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[xy]{3}"}, "end": "</a>"}}
+    found = said(both, structural_tag=json.dumps(tag), max_tokens=64, ignore_eos=False).choices[0]
+    assert re.fullmatch("<a>[xy]{3}</a>", found.text)
+    assert found.reason == v1.FINISH_REASON_STRUCTURE
+
+
 def check_json_schema(both: Pair, plain: list[int]) -> None:
     found = said(both, json_schema='{"enum": [17, "eighteen"]}', max_tokens=64, ignore_eos=False).choices[0]
     assert json.loads(found.text) in (17, "eighteen")

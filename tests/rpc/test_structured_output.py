@@ -110,6 +110,9 @@ def test_the_company_of_other_requests_changes_no_structured_token(qwen3: Pair) 
     [
         ({"regex": "((("}, "BAD_STRUCTURE"),
         ({"json_schema": "{"}, "BAD_STRUCTURE"),
+        ({"structural_tag": "{"}, "BAD_STRUCTURE"),
+        ({"structural_tag": '{"format": {"type": "regex", "pattern": "("}}'}, "BAD_STRUCTURE"),
+        ({"structural_tag": '{"format":' * 40 + "{}" + "}" * 40}, "STRUCTURE_TOO_LARGE"),
         ({"json_schema": '{"type": "nonsense"}'}, "BAD_STRUCTURE"),
         ({"json_schema": '{"$ref": "#"}'}, "BAD_STRUCTURE"),
         ({"json_schema": '{"items":' * 40 + "{}" + "}" * 40}, "STRUCTURE_TOO_LARGE"),
