@@ -74,14 +74,14 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     """All tokens chosen so far, int32, where a penalty needs them."""
     logprobs: int = -1
     """How many of the likeliest tokens to report beside the chosen one; -1: not even that one's."""
-    allowed: bytes = b""
+    allowed_mask: bytes = b""
     """A bit for each token (little-endian): one whose bit is not set cannot be chosen. Empty: all can be."""
     carried: int = -1
     """The draw of the plan before that chooses the token before this one, the last of `output`; -1: it is known."""
     banned_behind: tuple[tuple[int, int], ...] = ()
     """Pairs of tokens: the second cannot be chosen where the first is the token that is carried over."""
     mask_follows: bool = False
-    """`allowed` is handed over while the step is computed."""
+    """`allowed_mask` is handed over while the step is computed."""
 
     def with_last(self, token: int) -> Draw:
         """The draw with the token before it put in."""
@@ -95,7 +95,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     def alters(self) -> bool:
         """Logits are changed before anything is chosen."""
         bans = self.banned or self.banned_behind
-        masked = self.allowed or self.mask_follows
+        masked = self.allowed_mask or self.mask_follows
         return bool(bans or masked or self.logit_bias or self.prompt or self.output)
 
     @property
@@ -119,7 +119,7 @@ def with_masks(draws: list[Draw], masks: Masks) -> list[Draw]:
         return draws
     following = iter(masks())
     filled = [
-        msgspec.structs.replace(draw, allowed=next(following), mask_follows=False) if draw.mask_follows else draw
+        msgspec.structs.replace(draw, allowed_mask=next(following), mask_follows=False) if draw.mask_follows else draw
         for draw in draws
     ]
     assert next(following, None) is None, "one mask for each draw that waits for one"

@@ -172,7 +172,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
     `grammar` is a checked structure in llguidance's form, empty for none, `grammar_bytes` what it holds when it is
     compiled, and `grammar_trigger` where it begins; None: with the first token. `thinking_bound` bounds reasoning.
-    `bad_words` are runs of tokens that an answer cannot have. `allowed` is the mask of the only tokens that may be
+    `bad_word_ids` are runs of tokens that an answer cannot have. `allowed_mask` is that of the only tokens that may be
     chosen; empty: any."""
 
     max_tokens: int
@@ -195,8 +195,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar_bytes: int = 0
     grammar_trigger: Trigger | None = None
     thinking_bound: ThinkingBound | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    allowed: bytes = b""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_mask: bytes = b""
 
     @property
     def is_matched(self) -> bool:
@@ -206,7 +206,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_held(self) -> bool:
         """There may be no token that can come next."""
-        return self.is_matched or bool(self.allowed)
+        return self.is_matched or bool(self.allowed_mask)
 
     @property
     def greedy(self) -> bool:

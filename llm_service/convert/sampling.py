@@ -56,7 +56,7 @@ class SamplingReader:
         return SamplingParams(
             stop_token_ids=tuple(message.stop_token_ids),
             logit_bias=dict(message.logit_bias),
-            allowed=mask_of(message.allowed_token_ids, self._vocab_size) if message.allowed_token_ids else b"",
+            allowed_mask=mask_of(message.allowed_token_ids, self._vocab_size) if message.allowed_token_ids else b"",
             **values,
         )
 

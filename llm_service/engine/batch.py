@@ -160,7 +160,7 @@ class _Batch:
             draw = _draw(sequence, last - len(sequence.drafts) + ahead, ahead)
             self._draws.append(draw)
             self.drawing.append(sequence)
-            if draw.mask_follows or (draw.banned_behind and sequence.sampling.allowed):
+            if draw.mask_follows or (draw.banned_behind and sequence.sampling.allowed_mask):
                 self.unsettled.append((sequence, draw))
 
     def plan(self, appended: list[Appended]) -> StepPlan:
@@ -296,7 +296,7 @@ def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
         prompt=sequence.prompt.distinct,
         output=_said(sequence, ahead) if sampling.penalises else b"",
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-        allowed=b"" if follows else _allowed(sequence, ahead),
+        allowed_mask=b"" if follows else _allowed(sequence, ahead),
         mask_follows=follows,
         carried=sequence.placeholder_draw if sequence.num_placeholders and (pairs or sampling.penalises) else -1,
     )

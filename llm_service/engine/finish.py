@@ -39,17 +39,17 @@ def resumed_end(sequence: Sequence) -> str:
 def dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
     """Why nothing can be drawn: all that the structure and the caller's tokens allow next would end the choice before
     its least tokens, or complete a bad word."""
-    if not (draw.banned or sequence.sampling.allowed) or leaves_any(draw.allowed, draw.banned):
+    if not (draw.banned or sequence.sampling.allowed_mask) or leaves_any(draw.allowed_mask, draw.banned):
         return None
     if sequence.matcher is not None and sequence.matcher.is_error():
         return _too_complex()
-    if sequence.sampling.allowed:
+    if sequence.sampling.allowed_mask:
         return InvalidInput(
             "the structure of the answer, min_tokens and bad words leave none of allowed_token_ids",
             reason="ALLOWED_TOKENS_UNREACHABLE",
             field="sampling.allowed_token_ids",
         )
-    if leaves_any(draw.allowed, [token for token in draw.banned if token in sequence.stop_ids]):
+    if leaves_any(draw.allowed_mask, [token for token in draw.banned if token in sequence.stop_ids]):
         return InvalidInput(
             "the structure of the answer, or of reasoning that is to end, allows nothing but what completes a bad word",
             reason="BAD_WORDS_UNAVOIDABLE",

@@ -340,7 +340,7 @@ class Scheduler:
             if sequence.finished:
                 continue  # whatever is drawn for it is dropped
             known = draw.with_last(sequence.tokens[sequence.num_known_tokens - 1])
-            if error := dead_end(sequence, structs.replace(known, allowed=mask)):
+            if error := dead_end(sequence, structs.replace(known, allowed_mask=mask)):
                 self._fail(sequence.id, error)
         return masks
 
@@ -374,7 +374,7 @@ class Scheduler:
 
     def _holds(self, sampling: SamplingParams) -> bool:
         """Whether such sequences are held to what may come next."""
-        return bool(sampling.allowed) or (sampling.is_matched and self._match is not None)
+        return bool(sampling.allowed_mask) or (sampling.is_matched and self._match is not None)
 
     def _end(self, sequence: Sequence) -> None:
         self._held -= self._holds(sequence.sampling)

@@ -117,7 +117,7 @@ class Sequence:
     drafts: array[int] = field(default_factory=lambda: array("i"))
     """int32: what the step under way verifies behind the last known token."""
     draft_masks: list[bytes] = field(default_factory=list)
-    """What its structure allows behind none, one, … of the drafts, as `Draw.allowed` has it."""
+    """What its structure allows behind none, one, … of the drafts, as `Draw.allowed_mask` has it."""
     proposed: array[int] = field(default_factory=lambda: array("i"))
     """int32: what a model proposed with the last step."""
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
@@ -184,7 +184,7 @@ class Sequence:
             num_tokens_with_logprobs=max(1, add.with_logprobs) if asked else length,
             num_logprobs_taken=add.with_logprobs,
             plain=sampling == _plainest(sampling),
-            bad_words=BadWords.of(sampling.bad_words),
+            bad_words=BadWords.of(sampling.bad_word_ids),
             draft_length=DraftLength(rules.max_drafts),
             pooling=add.pooling,
         )
@@ -387,7 +387,7 @@ class Sequence:
 
     def allowed_by(self, matcher: Matcher | None) -> bytes:
         """The mask of what its caller and a matcher allow next; empty where anything may come."""
-        return both(b"" if matcher is None else matcher.compute_bitmask(), self.sampling.allowed)
+        return both(b"" if matcher is None else matcher.compute_bitmask(), self.sampling.allowed_mask)
 
     def bad_ends(self, drafts: Iterable[int] = ()) -> tuple[int, ...]:
         """The tokens that cannot be chosen behind these drafts, since they complete a bad word: as far as that does not

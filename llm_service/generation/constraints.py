@@ -106,9 +106,9 @@ class Constraints:
         if not request.bad_words:
             return request
         few = sum(map(len, request.bad_words)) <= _FEW_LETTERS
-        find, words = self._prompts.bad_words, request.bad_words
+        find, words = self._prompts.bad_word_ids, request.bad_words
         runs = find(words) if few else await tasks.to_thread(find, words)
-        return _sampled(request, bad_words=runs)
+        return _sampled(request, bad_word_ids=runs)
 
 
 def _sampled(request: Request, **values: Any) -> Request:

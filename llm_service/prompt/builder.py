@@ -154,7 +154,7 @@ class PromptBuilder:
             raise InvalidInput(why, reason="NO_THINKING", field="sampling.thinking_token_budget")
         return ThinkingBound(tokens, tuple(self._thinking[0]), end)
 
-    def bad_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def bad_word_ids(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The runs of tokens that are made of texts behind other text, with a space before them and without. Raises
         InvalidInput where there are none."""
         runs: dict[tuple[int, ...], None] = {}

@@ -79,9 +79,9 @@ def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int)
             length += len(draw.output) // _TOKEN
             if draw.carried >= 0:
                 carried.append((length - 1, draw.carried))
-        if draw.allowed:
+        if draw.allowed_mask:
             own[2] = len(masks)
-            masks.append(np.frombuffer(draw.allowed, np.uint8))
+            masks.append(np.frombuffer(draw.allowed_mask, np.uint8))
         cells += [index * vocabulary + token for token in (*draw.logit_bias, *draw.banned)]
         values += [*draw.logit_bias.values(), *([-math.inf] * len(draw.banned))]
         pairs += [(draw.carried, first, index * vocabulary + second) for first, second in draw.banned_behind]

@@ -133,10 +133,10 @@ def _add_bias(rows: Tensor, draws: Sequence[Draw]) -> None:
 
 def _mask(rows: Tensor, draws: Sequence[Draw]) -> None:
     """A grammar's mask has a bit for each token, little-endian."""
-    masked = [index for index, draw in enumerate(draws) if draw.allowed]
+    masked = [index for index, draw in enumerate(draws) if draw.allowed_mask]
     if not masked:
         return
-    masks = [draws[index].allowed for index in masked]
+    masks = [draws[index].allowed_mask for index in masked]
     assert len({len(mask) for mask in masks}) == 1, "masks of one length, or each would reach into others' rows"
     packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8)
     octets = packed.view(len(masked), -1, 1).to(rows.device)

@@ -207,7 +207,7 @@ def test_the_sampler_draws_there_as_on_the_cpu(vocabulary: int, spread: float) -
         Draw(at=2, temperature=1.3, top_k=40, uniform=0.9),
         Draw(at=3, temperature=1.0, min_p=0.05, uniform=0.5, logit_bias={4: 2.0}, banned=(7,)),
         Draw(at=4, prompt=torch.arange(50, dtype=torch.int32).numpy().tobytes(), repetition_penalty=1.4),
-        Draw(at=5, allowed=bytes([0b10101010] * (vocabulary // 8))),
+        Draw(at=5, allowed_mask=bytes([0b10101010] * (vocabulary // 8))),
         Draw(at=6, carried=0, banned_behind=((9, first), (8, second))),
     ]
     before = torch.tensor([9])

@@ -207,8 +207,8 @@ def _token(logits: np.ndarray, draw: Draw) -> int:
     logits = np.where(seen, logits * factor, logits)
     logits -= draw.presence_penalty * (output > 0) + draw.frequency_penalty * output
     logits[list(draw.banned)] = -np.inf
-    if draw.allowed:
-        bits = np.unpackbits(np.frombuffer(draw.allowed, np.uint8), bitorder="little")[: len(logits)]
+    if draw.allowed_mask:
+        bits = np.unpackbits(np.frombuffer(draw.allowed_mask, np.uint8), bitorder="little")[: len(logits)]
         logits[bits == 0] = -np.inf
     if draw.temperature == 0.0:
         return int(logits.argmax())

@@ -257,7 +257,7 @@ def sampling(draw: random.Random, model: Model) -> SamplingParams:
         some["stop_token_ids"] = tuple(draw.sample(range(model.vocabulary), 30))
         some["min_tokens"] = draw.randint(0, some["max_tokens"])
     if draw.random() < 0.15:
-        some["bad_words"] = (*((draw.randrange(256), draw.randrange(256)) for _ in range(3)), (5,))
+        some["bad_word_ids"] = (*((draw.randrange(256), draw.randrange(256)) for _ in range(3)), (5,))
     if draw.random() < 0.25:
         some["grammar"] = draw.choice(model.grammars)
         some["min_tokens"] = 0

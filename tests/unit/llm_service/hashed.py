@@ -202,8 +202,8 @@ def _choose(value: int, draw: Draw) -> int:
     """A token that depends on everything that a real draw depends on."""
     seen = hash((value, draw.prompt, draw.output))
     words = _WORDS
-    if draw.allowed or draw.banned:
-        allowed = int.from_bytes(draw.allowed or b"\xff" * 4, "little")
+    if draw.allowed_mask or draw.banned:
+        allowed = int.from_bytes(draw.allowed_mask or b"\xff" * 4, "little")
         words = [word for word in _WORDS if word not in draw.banned and allowed >> word & 1]
         words = words or [PAD - 1]  # as a sampler, which gives something where nothing can be drawn
     return words[int((seen % 1009 / 1009 + draw.uniform) * len(words)) % len(words)]
@@ -256,16 +256,16 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
     while True:
         chance = 0.0 if sampling.greedy else uniform(sampling.seed or 0, choice, len(out))
         banned = ends if len(out) < sampling.min_tokens else ()
-        banned += tuple(run[-1] for run in sampling.bad_words if run[:-1] == tuple(out)[len(out) - len(run) + 1 :])
+        banned += tuple(run[-1] for run in sampling.bad_word_ids if run[:-1] == tuple(out)[len(out) - len(run) + 1 :])
         prompt = array("i", sorted(set(order.prompt)) if sampling.repetition_penalty != 1.0 else []).tobytes()
         said = array("i", out if sampling.penalises else []).tobytes()
         allowed = matcher.compute_bitmask() if matcher else b""
-        if sampling.allowed:
-            whole = int.from_bytes(allowed or b"\xff" * 4, "little") & int.from_bytes(sampling.allowed, "little")
+        if sampling.allowed_mask:
+            whole = int.from_bytes(allowed or b"\xff" * 4, "little") & int.from_bytes(sampling.allowed_mask, "little")
             allowed = whole.to_bytes(4, "little")
             if not any(whole >> word & 1 and word not in banned for word in range(32)):
                 return out, "failed"
-        draw = Draw(at=0, uniform=chance, banned=banned, prompt=prompt, output=said, allowed=allowed)
+        draw = Draw(at=0, uniform=chance, banned=banned, prompt=prompt, output=said, allowed_mask=allowed)
         token = _choose(value, draw)
         if matcher:
             matcher.consume_token(token)

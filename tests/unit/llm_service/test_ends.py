@@ -211,7 +211,7 @@ ODD_RUNS, EVEN_RUNS = (tuple((word,) for word in range(first, 30, 2)) for first 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize(
-    ("bad_words", "said"),
+    ("bad_word_ids", "said"),
     [
         pytest.param(ODD_RUNS, 0, id="at once"),
         pytest.param((*EVEN_RUNS, (0,)), 1, id="later"),
@@ -221,11 +221,11 @@ ODD_RUNS, EVEN_RUNS = (tuple((word,) for word in range(first, 30, 2)) for first 
     ],
 )
 def test_a_structure_that_bad_words_leave_nothing_of_fails_its_answer_and_no_other(
-    bad_words: tuple[tuple[int, ...], ...], said: int, drafts: int, overlap: bool
+    bad_word_ids: tuple[tuple[int, ...], ...], said: int, drafts: int, overlap: bool
 ) -> None:
     engine = simulation(overlap=overlap, speculative_tokens=drafts)
-    held = engine.submit(order(text(9), grammar="alternating", bad_words=bad_words, max_tokens=50))
-    other = engine.submit(order(text(5), bad_words=bad_words, max_tokens=12))
+    held = engine.submit(order(text(9), grammar="alternating", bad_word_ids=bad_word_ids, max_tokens=50))
+    other = engine.submit(order(text(5), bad_word_ids=bad_word_ids, max_tokens=12))
     engine.drain()
     assert engine.outcomes[held].failed == "BAD_WORDS_UNAVOIDABLE"
     assert [len(tokens) for tokens in engine.outcomes[held].tokens] == [said]
@@ -238,7 +238,7 @@ def test_a_structure_that_bad_words_leave_nothing_of_fails_its_answer_and_no_oth
     [
         pytest.param(14, {"grammar": "alternating"}, id="a grammar"),
         pytest.param(26, {"grammar": "alternating"}, id="a grammar that becomes too complex"),
-        pytest.param(1, {"allowed": b"\x81\x42\x24\x18", "bad_words": ((3, 4), (4, 5))}, id="allowed tokens"),
+        pytest.param(1, {"allowed_mask": b"\x81\x42\x24\x18", "bad_word_ids": ((3, 4), (4, 5))}, id="allowed tokens"),
     ],
 )
 def test_steps_overlap_beside_an_answer_that_is_held_to_something(seed: int, bound: dict[str, Any]) -> None:

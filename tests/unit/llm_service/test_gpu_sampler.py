@@ -83,8 +83,8 @@ def test_a_batch_of_everything_is_drawn_and_greedy_rows_stay_between() -> None:
         {"temperature": 1.0, **SEEN, "repetition_penalty": 1.4, "presence_penalty": 0.3, "logprobs": 2},
         {"temperature": 1.0, "prompt": SEEN["prompt"], "repetition_penalty": 0.6},
         {"temperature": 1.0, "logit_bias": {3: 4.0, 5: -4.0}, "banned": (3,), "logprobs": 0},
-        {"temperature": 1.0, "allowed": bytes([0b1010, 0, 0b11])},
-        {"allowed": bytes([0, 0xFF, 0]), "logprobs": 5},
+        {"temperature": 1.0, "allowed_mask": bytes([0b1010, 0, 0b11])},
+        {"allowed_mask": bytes([0, 0xFF, 0]), "logprobs": 5},
     ]
     draws = [Draw(at=0, uniform=uniform(n, 0, 0), **kinds[n % len(kinds)]) for n in range(2 * len(kinds))]
     rows = rows_of(len(draws), SMALL, 2.0, 1)

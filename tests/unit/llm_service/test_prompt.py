@@ -271,9 +271,9 @@ def test_a_bad_word_is_the_tokens_that_are_made_of_it_behind_a_text_with_a_space
     builder: PromptBuilder,
 ) -> None:
     for word in ("hello", " hello", "  hello"):
-        assert builder.bad_words([word]) == (tuple(builder.encode("hello")), tuple(builder.encode(" hello")))
-    assert builder.bad_words([" ", "a", "a"]) == tuple(tuple(builder.encode(text)) for text in (" ", "a", " a"))
-    assert END not in {token for run in builder.bad_words(["<|im_end|>"]) for token in run}
+        assert builder.bad_word_ids([word]) == (tuple(builder.encode("hello")), tuple(builder.encode(" hello")))
+    assert builder.bad_word_ids([" ", "a", "a"]) == tuple(tuple(builder.encode(text)) for text in (" ", "a", " a"))
+    assert END not in {token for run in builder.bad_word_ids(["<|im_end|>"]) for token in run}
 
 
 @pytest.mark.parametrize("text", ["a", "ab", "b a", "\n", "\na"])

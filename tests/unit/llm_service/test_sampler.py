@@ -219,8 +219,8 @@ def test_a_batch_of_everything_at_once_gives_what_each_gives_alone() -> None:
         {"output": SEEN["output"], "frequency_penalty": 0.7},
         {"temperature": 1.0, **SEEN, "repetition_penalty": 1.4, "logprobs": 2},
         {"temperature": 1.0, "logit_bias": {3: 4.0, 5: -4.0}, "logprobs": 0},
-        {"temperature": 1.0, "allowed": bytes([0b1010, 0, 0b11])},
-        {"allowed": bytes([0, 0xFF, 0]), "logprobs": 5},
+        {"temperature": 1.0, "allowed_mask": bytes([0b1010, 0, 0b11])},
+        {"allowed_mask": bytes([0, 0xFF, 0]), "logprobs": 5},
         {"temperature": 2.0, "top_k": 4, "min_p": 0.2, "logprobs": 1},
     ]
     draws = [Draw(at=0, uniform=uniform(n, 0, 0), **kinds[n % len(kinds)]) for n in range(150)]

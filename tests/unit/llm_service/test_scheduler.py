@@ -48,8 +48,10 @@ def orders(draw: st.DrawFn, context: int) -> Order:
         "presence_penalty": draw(st.sampled_from([0.0, 0.0, 1.0])),
         "repetition_penalty": draw(st.sampled_from([1.0, 1.0, 1.5])),
         "prompt_logprobs": draw(st.sampled_from([None, None, None, 0])),
-        "bad_words": tuple(draw(st.lists(st.lists(st.integers(0, 29), min_size=1, max_size=3).map(tuple), max_size=3))),
-        "allowed": draw(st.sampled_from([b"", b"", b"", b"\x81\x42\x24\x18"])),
+        "bad_word_ids": tuple(
+            draw(st.lists(st.lists(st.integers(0, 29), min_size=1, max_size=3).map(tuple), max_size=3))
+        ),
+        "allowed_mask": draw(st.sampled_from([b"", b"", b"", b"\x81\x42\x24\x18"])),
         "grammar": draw(st.sampled_from(["", "", "", "alternating"])),
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
     }

@@ -167,7 +167,7 @@ def test_the_benchmark_times_steps_in_which_all_decode() -> None:
 
 def test_other_ranks_are_not_told_how_tokens_are_chosen() -> None:
     plan = step([(20, 1)])
-    draw = msgspec.structs.replace(plan.draws[0], temperature=1.0, output=bytes(4000), allowed=bytes(20_000))
+    draw = msgspec.structs.replace(plan.draws[0], temperature=1.0, output=bytes(4000), allowed_mask=bytes(20_000))
     assert message_of(msgspec.structs.replace(plan, draws=[draw])) == message_of(plan)
 
 
