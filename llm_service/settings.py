@@ -112,9 +112,14 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
 
     @property
-    def here(self) -> int:
+    def ranks_per_host(self) -> int:
         """Ranks of each host."""
         return self.size // self.nodes
+
+    @property
+    def is_on_first_host(self) -> bool:
+        """This rank runs where rank 0 does."""
+        return self.rank < self.ranks_per_host
 
     @property
     def device_name(self) -> str:
@@ -125,7 +130,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
         'cuda:3'
         """
         kind, _, first = self.device.partition(":")
-        return kind if kind == "cpu" else f"{kind}:{int(first or 0) + self.rank % self.here}"
+        return kind if kind == "cpu" else f"{kind}:{int(first or 0) + self.rank % self.ranks_per_host}"
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

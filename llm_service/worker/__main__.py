@@ -37,7 +37,7 @@ def main() -> None:
     told = msgspec.msgpack.decode(ranks.hear(), type=EngineSettings)
     settings = msgspec.structs.replace(told, model=place.model, device=place.device, threads=place.threads)
     log.configure(settings.log_level, service=f"llm-rank-{place.rank}")
-    if place.rank >= place.here:  # this host has an arena of its own, as large as the first one's
+    if not place.is_on_first_host:  # this host has an arena of its own, as large as the first one's
         os.ftruncate(arena_fd, settings.row_arena_bytes)
     try:
         rank = load_rank(settings, device_of(place), ranks.group, arena_fd)

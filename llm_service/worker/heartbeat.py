@@ -52,12 +52,12 @@ class Heartbeat:
         self._limit = place.timeout
         self._children = children
         self._here = {_key(place.rank + n): child.pid for n, child in enumerate(children, 1)}
-        if 0 < place.rank < place.here:
+        if place.rank and place.is_on_first_host:
             self._here[_key(0)] = os.getppid()
         self._own = _key(place.rank)
         self._others = [_key(rank) for rank in range(1, place.size)] if place.rank == 0 else [_key(0)]
         # Rank 0 keeps the store. On its own host it may be held up; if it hangs, the front ends it, and us with it.
-        patience = max(place.timeout, HELD_UP_SECONDS) if place.rank < place.here else place.timeout
+        patience = max(place.timeout, HELD_UP_SECONDS) if place.is_on_first_host else place.timeout
         self._store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=patience))
         first = str(-1 - int.from_bytes(os.urandom(8), "big"))  # below all that follow, and like nobody else's
         if self._store.compare_set(self._own, "", first) != first.encode():

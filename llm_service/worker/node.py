@@ -49,12 +49,12 @@ async def _run(first: RankPlace, start_seconds: float) -> None:
     arena_fd = os.memfd_create("twinlens-rows")
     children: list[Child[Joined]] = []
     try:
-        for rank in range(first.rank, first.rank + first.here):
+        for rank in range(first.rank, first.rank + first.ranks_per_host):
             child: Child[Joined] = await Child.start("llm_service.worker", receives=Joined, fds=(arena_fd,))
             children.append(child)
             child.send(msgspec.structs.replace(first, rank=rank))
         await _joined(children, start_seconds)
-        print(f"ready ranks={first.rank}-{first.rank + first.here - 1}", flush=True)  # noqa: T201 - what it prints when it serves
+        print(f"ready ranks={first.rank}-{first.rank + first.ranks_per_host - 1}", flush=True)  # noqa: T201 - what it prints when it serves
         ends = [asyncio.ensure_future(child.receive()) for child in children]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -110,11 +110,11 @@ class Ranks:
 
 def _hosts(place: RankPlace) -> _Hosts:
     """Makes the groups; every rank makes all of them, in the same order."""
-    here = place.here
+    here = place.ranks_per_host
     firsts = list(range(0, place.size, here))
     leaders = dist.new_group(firsts, backend="gloo")
     locals_ = [dist.new_group(list(range(first, first + here)), backend="gloo") for first in firsts]
-    return _Hosts(leaders, locals_[place.rank // here], place.rank % here == 0, place.rank < here)
+    return _Hosts(leaders, locals_[place.rank // here], place.rank % here == 0, place.is_on_first_host)
 
 
 def join(place: RankPlace) -> Ranks:
@@ -180,7 +180,7 @@ def lead(settings: EngineSettings, arena_fd: int) -> Ranks:
     )
     first = rank_place(0, settings, host, port)
     fds = [arena_fd, *([settings.kv_host_fd] if settings.kv_host_fd else [])]
-    children = [_start(msgspec.structs.replace(first, rank=rank), fds) for rank in range(1, first.here)]
+    children = [_start(msgspec.structs.replace(first, rank=rank), fds) for rank in range(1, first.ranks_per_host)]
     return Ranks(first, store, children)
 
 
