@@ -27,8 +27,8 @@ from benchmarks.hits import PREFIX, Hits, check_new, no_wrong_figures, told
 from benchmarks.llm_device import Settings, config_of, make_runner, step
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import Add
-from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import StepQueue
 from llm_service.request import SamplingParams
@@ -52,7 +52,7 @@ def scheduler(
     """With `running` requests of `context` tokens, all new, for `tokens` each; its cache holds them to their end."""
     whole = context + tokens + 1
     blocks = BlockManager(running * (-(-whole // _BLOCK) + 1), _BLOCK)
-    made = Scheduler(blocks, Limits(running, max(step_tokens, running), whole), frozenset({-1}), 64)
+    made = Scheduler(blocks, SchedulerLimits(running, max(step_tokens, running), whole), frozenset({-1}), 64)
     sampling = structs.replace(sampling, max_tokens=tokens)
     positions = np.tile(np.arange(context, dtype=np.int32), (3, 1)).tobytes()
     for id in range(running):

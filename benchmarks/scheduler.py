@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks.hits import PREFIX, Hits, check_new, no_wrong_figures, told
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import Add, Tokens
-from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.plan import StepResult
 from llm_service.request import SamplingParams
@@ -36,7 +36,7 @@ _WORDS = 150_000
 def scheduler(running: int, sampling: SamplingParams) -> Scheduler:
     """A scheduler with `running` requests, whose cache holds all of them to their end."""
     blocks = BlockManager(running * (-(-(_PROMPT + _TOKENS) // _BLOCK) + 1), _BLOCK)
-    made = Scheduler(blocks, Limits(running, max(512, running), _PROMPT + _TOKENS + 1), frozenset({0}), 64)
+    made = Scheduler(blocks, SchedulerLimits(running, max(512, running), _PROMPT + _TOKENS + 1), frozenset({0}), 64)
     positions = np.tile(np.arange(_PROMPT, dtype=np.int32), (3, 1)).tobytes()
     for id in range(running):
         prompt = array("i", (random.randrange(1, _WORDS) for _ in range(_PROMPT)))

@@ -19,8 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import Add, ItemRows
-from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.plan import StepResult
 from llm_service.request import SamplingParams
@@ -84,7 +84,7 @@ class Ours:
 
     def __init__(self, snapshots: int) -> None:
         blocks = BlockManager(1 << 16, _BLOCK, state_slots=1 + snapshots, state_chunk=_MULTIPLE)
-        self._scheduler = Scheduler(blocks, Limits(1, 2048, 1 << 17), frozenset({_END}), 64)
+        self._scheduler = Scheduler(blocks, SchedulerLimits(1, 2048, 1 << 17), frozenset({_END}), 64)
         self._ids = 0
 
     def hits(self, asked: Asked) -> int:

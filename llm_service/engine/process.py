@@ -20,8 +20,8 @@ from llm_service.engine.block_events import BlockEvents
 from llm_service.engine.block_exchange import BlockExchange
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore, ReadAdapter, Wake
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import AdapterRead, Beat, PullEnded, Ready, ToEngine, Unable
-from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
@@ -153,7 +153,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     return core, steps
 
 
-def _log_room(settings: EngineSettings, loaded: Loaded, limits: Limits) -> None:
+def _log_room(settings: EngineSettings, loaded: Loaded, limits: SchedulerLimits) -> None:
     """Says how much this engine can hold at once; bytes are those of a rank."""
     tokens = loaded.blocks * settings.block_size
     host = {"host_kv_tokens": loaded.host_blocks * settings.block_size} if loaded.host_blocks else {}
@@ -185,9 +185,9 @@ def _blocks(settings: EngineSettings, loaded: Loaded, observer: BlockEvents | No
     )
 
 
-def _limits(settings: EngineSettings, loaded: Loaded, max_context: int) -> Limits:
+def _limits(settings: EngineSettings, loaded: Loaded, max_context: int) -> SchedulerLimits:
     """Of an engine whose model has contexts of up to `max_context` tokens."""
-    return Limits(
+    return SchedulerLimits(
         min(settings.max_running, loaded.state_slots or settings.max_running),
         loaded.max_step_tokens or settings.max_step_tokens,
         min(max_context, loaded.blocks * settings.block_size),

@@ -16,11 +16,12 @@ from llm_service.engine.adapter_slots import AdapterSlots
 from llm_service.engine.batch import StateCopies, Step, StepAdapters, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.finish import dead_end, finish_reason, never_at_once, never_whole, resumed_end
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import Add, Complete, Failed, Pooled, PromptLogprobs, Started, State, Token
 from llm_service.engine.notices import NoticeQueue, Notices, StepOutput
-from llm_service.engine.planner import Drafter, Limits, Planner, Schedule, by_look_up, by_proposal
+from llm_service.engine.planner import Drafter, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
-from llm_service.engine.sequence import Sequence, SequenceRules
+from llm_service.engine.sequence import Sequence
 from llm_service.engine.state_slots import Place
 from llm_service.engine.step_cap import StepCap
 from llm_service.engine.step_pace import StepPace
@@ -51,7 +52,7 @@ class Scheduler:
     def __init__(
         self,
         blocks: BlockManager,
-        limits: Limits,
+        limits: SchedulerLimits,
         eos: frozenset[int],
         row_bytes: int,
         match: Callable[[Form, Seq[int]], Future[Matcher]] | None = None,
@@ -61,13 +62,7 @@ class Scheduler:
         self.blocks = blocks
         self.limits = limits
         self.counters = Counters()
-        self._rules = SequenceRules(
-            limits.max_context,
-            tuple(sorted(eos)),
-            limits.speculative_tokens,
-            limits.chunk_rule,
-            limits.forgets_answers,
-        )
+        self._eos = tuple(sorted(eos))
         self._row_bytes = row_bytes
         self._match = match
         self._queues = Queues()
@@ -84,7 +79,7 @@ class Scheduler:
         self._held = 0
 
     @property
-    def limits_now(self) -> Limits:
+    def limits_now(self) -> SchedulerLimits:
         """Those of the next step, which are smaller for a while once there was too little memory for one."""
         return self._cap.limits
 
@@ -93,7 +88,7 @@ class Scheduler:
     def add(self, add: Add) -> None:
         """Takes a request in. The front has checked that it fits the context, but maybe that of the engine before."""
         self._arrivals += 1
-        sequences = Sequence.of(add, self._rules, arrival=self._arrivals, seed=secrets.randbits(64))
+        sequences = Sequence.of(add, self.limits, self._eos, arrival=self._arrivals, seed=secrets.randbits(64))
         if add.sampling.is_matched and self._match is not None:
             asked = add.sampling
             trigger, bound = asked.grammar_trigger, asked.thinking_bound

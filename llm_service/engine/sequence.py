@@ -14,12 +14,12 @@ from llm_service.engine.bad_words import BadWords
 from llm_service.engine.block_identity import NEVER, BlockContent, BlockIdentities
 from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.drafts import DraftLength
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.engine.state_slots import Place
 from llm_service.engine.structure import Matcher
 from llm_service.engine.token_masks import both, leaves_any
-from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 from llm_service.request import Pooling, SamplingParams
 
 Order = tuple[int, int, int]
@@ -41,22 +41,6 @@ class WaitReason(enum.Enum):
     """The first choice of its request is still computing the prompt that they share."""
     TOKEN = enum.auto()
     """How far it has come depends on how many of its drafts are right, which a step under way finds out."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceRules:
-    """What an engine has for all sequences."""
-
-    max_length: int
-    """Tokens, prompt and answer."""
-    eos: tuple[int, ...]
-    """Tokens that end an answer."""
-    max_drafts: int = 0
-    """Drafts of a sequence that a step verifies."""
-    chunk_rule: ChunkRule = ANYWHERE
-    """Where prompts may be cut."""
-    forgets_answers: bool = False
-    """Blocks with tokens of an answer hold something else than they would in a prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,17 +117,18 @@ class Sequence:
     """Where, in tokens, states are kept for others, in ascending order."""
 
     @classmethod
-    def of(cls, add: Add, rules: SequenceRules, *, arrival: int, seed: int) -> list[Sequence]:
+    def of(cls, add: Add, limits: SchedulerLimits, eos: tuple[int, ...], *, arrival: int, seed: int) -> list[Sequence]:
         """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
-        has its prompt computed. Without a seed of its own the request has this one."""
-        prompt = Prompt.of(add, rules.chunk_rule)
+        has its prompt computed. `eos` end an answer. Without a seed of its own the request has this one."""
+        prompt = Prompt.of(add, limits.chunk_rule)
         resumed = {each.choice: each for each in add.resume}
         sequences: list[Sequence] = []
         for choice in range(add.sampling.n):
             given = resumed.get(choice)
             if given is None or not given.finished:
                 output = array("i", b"" if given is None else given.token_ids)
-                sequence = cls._of_choice(choice, output, prompt, add, rules, (-add.priority, arrival, choice), seed)
+                order = -add.priority, arrival, choice
+                sequence = cls._of_choice(choice, output, prompt, add, limits, eos, order, seed)
                 sequence.first_choice = sequences[0] if sequences else None
                 sequences.append(sequence)
         return sequences
@@ -155,13 +140,14 @@ class Sequence:
         output: array[int],
         prompt: Prompt,
         add: Add,
-        rules: SequenceRules,
+        limits: SchedulerLimits,
+        eos: tuple[int, ...],
         order: Order,
         seed: int,
     ) -> Sequence:
         """One that comes with this output."""
         sampling, length = add.sampling, len(prompt.tokens)
-        most = min(add.max_length or rules.max_length, rules.max_length)
+        most = min(add.max_length or limits.max_context, limits.max_context)
         asked = choice == 0 and not output and sampling.prompt_logprobs is not None
         return cls(
             id=add.id,
@@ -169,7 +155,7 @@ class Sequence:
             prompt=prompt,
             tokens=prompt.tokens + output,
             identities=BlockIdentities(
-                prompt.root, prompt.named_runs, length if rules.forgets_answers else NEVER, add.identities
+                prompt.root, prompt.named_runs, length if limits.forgets_answers else NEVER, add.identities
             ),
             sampling=sampling,
             adapter=add.adapter,
@@ -178,14 +164,14 @@ class Sequence:
             order=order,
             # Where nothing is generated, a prompt may be as long as the context: what stands behind it is no token.
             max_length=min(most + (add.pooling is not None), length + sampling.max_tokens),
-            stop_ids=(*(() if sampling.ignore_eos else rules.eos), *sampling.stop_token_ids),
-            turn_ends=rules.eos,
+            stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
+            turn_ends=eos,
             num_resumed_tokens=len(output),
             num_tokens_with_logprobs=max(1, add.with_logprobs) if asked else length,
             num_logprobs_taken=add.with_logprobs,
             plain=sampling == _plainest(sampling),
             bad_words=BadWords.of(sampling.bad_word_ids),
-            draft_length=DraftLength(rules.max_drafts),
+            draft_length=DraftLength(limits.speculative_tokens),
             pooling=add.pooling,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.engine.planner import Limits
+from llm_service.engine.limits import SchedulerLimits
 
 _PATIENCE = 256
 """Steps that must succeed before larger ones are tried."""
@@ -15,7 +15,7 @@ class StepCap:
     that succeed, twice as many after each further failure. Where prompts, or runs of rows, are computed whole, steps
     have room for these whatever happens, and fewer sequences share one."""
 
-    def __init__(self, limits: Limits, patience: int = _PATIENCE) -> None:
+    def __init__(self, limits: SchedulerLimits, patience: int = _PATIENCE) -> None:
         self._whole = limits
         self.limits = limits
         """What a step may have now."""

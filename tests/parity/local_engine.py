@@ -26,9 +26,10 @@ from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import NOWHERE, Add, Complete, Failed, ItemRows, Started, Token
 from llm_service.engine.notices import StepOutput
-from llm_service.engine.planner import Drafter, Limits
+from llm_service.engine.planner import Drafter
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence as Sequenced
 from llm_service.engine.structure import Form, Matcher
@@ -277,7 +278,7 @@ class LocalEngine:
                 state_chunk=caches.state_chunk,
                 host_blocks=host_blocks,
             ),
-            Limits(
+            SchedulerLimits(
                 max_running,
                 step_tokens,
                 blocks * block_size,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llm_service.engine.batch import uniform
-from llm_service.engine.planner import Limits
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.structure import Matcher
 from llm_service.plan import Chunk, Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
 from llm_service.request import Pooling, SamplingParams
@@ -183,7 +183,7 @@ def _all_of(prompt: Sequence[tuple[int, int]]) -> int:
     return hash(tuple(prompt))
 
 
-def _beginning(order: Order, limits: Limits) -> int:
+def _beginning(order: Order, limits: SchedulerLimits) -> int:
     rows = order.rows_at()
     prompt = [(token, rows.get(index, -1)) for index, token in enumerate(order.prompt)]
     return _all_of(prompt) if limits.chunk_rule.of_prompts else 0
@@ -244,7 +244,7 @@ def alternating(_: object, output: Sequence[int] = ()) -> Future[Matcher]:
     return made
 
 
-def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]:
+def expected(order: Order, choice: int, limits: SchedulerLimits) -> tuple[list[int], str]:
     """What a choice must say, and why it ends; for greedy or seeded requests."""
     sampling, rows = order.sampling, order.rows_at()
     value = _beginning(order, limits)
@@ -281,7 +281,7 @@ def expected(order: Order, choice: int, limits: Limits) -> tuple[list[int], str]
         value = _extend(value, token, -1, order.adapter, len(order.prompt) if limits.forgets_answers else 0)
 
 
-def expected_vector(order: Order, limits: Limits) -> bytes:
+def expected_vector(order: Order, limits: SchedulerLimits) -> bytes:
     """What a request's pooling must make of its prompt."""
     rows, value = order.rows_at(), _beginning(order, limits)
     values = [
@@ -296,7 +296,7 @@ def expected_vector(order: Order, limits: Limits) -> bytes:
             return _sum_of(values[-1:]).tobytes()
 
 
-def expected_scores(order: Order, limits: Limits) -> list[TokenLogprobs]:
+def expected_scores(order: Order, limits: SchedulerLimits) -> list[TokenLogprobs]:
     """How likely the prompt's tokens must be, from the second on."""
     rows, value, out = order.rows_at(), _beginning(order, limits), []
     for index, token in enumerate(order.prompt):

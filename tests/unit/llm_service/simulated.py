@@ -16,8 +16,8 @@ import numpy as np
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.drafts import look_up
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
-from llm_service.engine.planner import Limits
 from llm_service.engine.prompt import Prompt, block_identities
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
@@ -137,7 +137,7 @@ class Simulation:
         proposes: bool = False,
         takes: Callable[[int, int], float] = lambda decodes, tokens: 0.01,
     ) -> None:
-        self.limits = Limits(
+        self.limits = SchedulerLimits(
             max_running,
             step_tokens,
             blocks * block_size,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from llm_service.engine.block_manager import BlockManager
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import Add
-from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.plan import StepResult
 from llm_service.request import SamplingParams
@@ -261,7 +261,7 @@ def added(id: int, length: int, max_tokens: int, seed: int) -> Add:
 def test_the_first_that_waits_is_not_overtaken_for_ever_where_decodes_keep_their_pace(slowdown: float) -> None:
     """Every second step goes by length alone then; what has become free is the first one's all the same."""
     blocks = BlockManager(64, 16, prefix_cache=False)
-    scheduler = Scheduler(blocks, Limits(16, 256, 1024, decode_slowdown=slowdown), frozenset([31]), 64)
+    scheduler = Scheduler(blocks, SchedulerLimits(16, 256, 1024, decode_slowdown=slowdown), frozenset([31]), 64)
     numbers, ids, long, now = random.Random(3), itertools.count(1), 0, 0.0
     for step in range(1200):
         while len(scheduler._queues.waiting) < 3:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import Add
-from llm_service.engine.sequence import Sequence, SequenceRules
+from llm_service.engine.sequence import Sequence
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.sight import SpanRule
 from llm_service.request import Pooling, SamplingParams
@@ -90,7 +91,7 @@ def test_sums_of_steps_from_before_it_was_put_back_are_not_counted() -> None:
         deadline=None,
         pooling=Pooling.MEAN,
     )
-    (sequence,) = Sequence.of(asked, SequenceRules(9, ()), arrival=1, seed=0)
+    (sequence,) = Sequence.of(asked, SchedulerLimits(1, 9, 9), (), arrival=1, seed=0)
     one, other = (np.full(3, value, np.float32).tobytes() for value in (1.0, 8.0))
     sequence.start(0)
     sequence.add_pooled(one, 1)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from common.arena import SharedBuffer
 from llm_service.engine.batch import Step, uniform
 from llm_service.engine.block_manager import BlockManager, BlockTable
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import Add
-from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.layers.cache_spec import (
     PagedKV,
@@ -139,7 +139,7 @@ class Engine:
         states = runner.caches
         slots = states.state_slots + states.snapshot_slots
         self.manager = BlockManager(blocks, BLOCK, state_slots=slots, state_chunk=states.state_chunk)
-        self.scheduler = Scheduler(self.manager, Limits(running, step_tokens, blocks * BLOCK), frozenset(), 1)
+        self.scheduler = Scheduler(self.manager, SchedulerLimits(running, step_tokens, blocks * BLOCK), frozenset(), 1)
         self._runner = runner
         self.cached: list[int] = []
         self._depth = depth

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from llm_service.engine.planner import Limits
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.step_cap import StepCap
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.sight import SpanRule
 
-LIMITS = Limits(max_running=8, max_step_tokens=64, max_context=512)
+LIMITS = SchedulerLimits(max_running=8, max_step_tokens=64, max_context=512)
 
 
 def test_steps_become_smaller_with_each_that_fails_and_larger_once_many_succeed() -> None:

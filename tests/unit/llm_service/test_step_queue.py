@@ -20,6 +20,7 @@ import pytest
 
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore, Wake
+from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import (
     Abort,
     Add,
@@ -34,7 +35,6 @@ from llm_service.engine.messages import (
     State,
     Tokens,
 )
-from llm_service.engine.planner import Limits
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import StepQueue
 from llm_service.model_config.adapter_folder import Adapter
@@ -275,7 +275,7 @@ def served(
 ) -> list[Any]:
     """What the engine says when the front says this, turn by turn."""
     steps = StepQueue(executor or InTurn(HashExecutor(4).run))
-    scheduler = Scheduler(BlockManager(64, 4), Limits(8, 16, 256), frozenset({EOS}), ROW_BYTES, alternating)
+    scheduler = Scheduler(BlockManager(64, 4), SchedulerLimits(8, 16, 256), frozenset({EOS}), ROW_BYTES, alternating)
     link, wake = Link(turns), Wake()
     core = EngineCore(link, scheduler, steps, wake, overlap=overlap, read_adapter=read_adapter)  # type: ignore[arg-type]
     try:
@@ -308,7 +308,7 @@ def test_what_is_said_does_not_depend_on_the_overlap(overlap: bool) -> None:
         if isinstance(message, Tokens):
             for token in message.tokens:
                 said[token.id].append(token.token)
-    limits = Limits(8, 16, 256)
+    limits = SchedulerLimits(8, 16, 256)
     assert said == {n: expected(order, 0, limits)[0] for n, order in enumerate(orders, 1)}
     assert sorted(id for message in sent if isinstance(message, Released) for id in message.ids) == [*said]
     assert [message.id for message in sent if isinstance(message, Started)] == [*said]
@@ -339,7 +339,7 @@ def test_an_engine_goes_on_with_smaller_steps_where_memory_is_too_small_and_says
     said = {n: list[int]() for n in range(1, len(orders) + 1)}
     for token in (each for message in sent if isinstance(message, Tokens) for each in message.tokens):
         said[token.id].append(token.token)
-    assert said == {n: expected(each, 0, Limits(8, 16, 256))[0] for n, each in enumerate(orders, 1)}
+    assert said == {n: expected(each, 0, SchedulerLimits(8, 16, 256))[0] for n, each in enumerate(orders, 1)}
     assert executor.failed > 1
     assert sorted(message.id for message in sent if isinstance(message, Started)) == [*said]
     assert sorted(id for message in sent if isinstance(message, Released) for id in message.ids) == [*said]
