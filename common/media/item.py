@@ -53,14 +53,12 @@ class Options:
     """The lesser of `max_pixels` and the model's setting holds."""
 
     def stated(self) -> dict[str, Any]:
-        """The options that were given and change something, for the content key: a rate of 0 prunes nothing, a
-        video without its sound is as it is anyway, and only one of two bounds is the lesser."""
+        """The options that were given and change something, for the content key: a rate of 0 prunes nothing, and
+        what is switched off is as it is anyway."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         for name in ("video_pruning_rate", "with_sound", "lesser_max_pixels"):
             if name in given and not given[name]:
                 del given[name]
-        if "max_pixels" not in given:
-            given.pop("lesser_max_pixels", None)
         return given
 
 
