@@ -136,7 +136,7 @@ class QwenVideoPart(MediaPart):
         if self.sample_fps is not None and not isinstance(self.video, list):
             raise ValueError("sample_fps goes with a list of frames")
         if None not in (given := (self.fps, self.sample_fps)) and given[0] != given[1]:
-            raise ValueError("fps and sample_fps of a list of frames are one thing, and say two")
+            raise ValueError("fps and sample_fps of a list of frames are aliases and have different values")
         return self
 
 

@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Asks, and prints the answer while it comes."""
     request = _request(arguments)
     answer = Answer()
-    shown = _Shown(constrained=arguments.json_object or arguments.json_schema is not None)
+    shown = _Shown()
     with LlmClient(endpoint(arguments.address, arguments)) as llm:
         try:
             with llm.generate(request, timeout=arguments.timeout) as events:
@@ -149,6 +149,7 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
         session_id=arguments.session,
         thinking=arguments.thinking,
         reasoning_effort=arguments.reasoning_effort,
+        thinks_before_form=arguments.json_object or arguments.json_schema is not None,
         template_variables=arguments.template_variables,
     )
 
@@ -163,11 +164,9 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams:
 
 
 class _Shown:
-    """Shows an answer while it comes: what the model thinks goes to standard error, a blank line behind it. One that is
-    `constrained` has its form from the first token on, which leaves no room for reasoning."""
+    """Shows an answer while it comes: what the model thinks goes to standard error, a blank line behind it."""
 
-    def __init__(self, *, constrained: bool) -> None:
-        self._constrained = constrained
+    def __init__(self) -> None:
         self._splitter = ReasoningSplitter(thinking=False)
         self._thinks = False
         self._answers = False
@@ -179,7 +178,7 @@ class _Shown:
                 begun = event.started
                 marks = (begun.reasoning_begin or THINK[0], begun.reasoning_end or THINK[1])
                 known = None if begun.reasoning_unread else marks
-                self._splitter = ReasoningSplitter(known, thinking=begun.thinking and not self._constrained)
+                self._splitter = ReasoningSplitter(known, thinking=begun.thinking)
             case "delta":
                 self._print(*self._splitter.feed(event.delta.text))
             case _:

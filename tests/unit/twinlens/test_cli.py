@@ -170,10 +170,12 @@ class TestAsk:
             ask(llm_address, "what?", "--json-object") == ask(llm_address, "what?", "--json-schema", str(schema)) == 0
         )
         assert [request.sampling.json_schema for request in llm.requests] == ['{"type": "object"}', '{"enum": [1]}']
-        llm.play = partial(said_in_pieces, text="{}", size=1, thinking=True)
-        capsys.readouterr()
-        assert ask(llm_address, "what?", "--json-object") == 0
-        assert capsys.readouterr() == ("{}\n", "")
+        assert [request.chat.thinks_before_form for request in llm.requests] == [True, True]
+        for thinking, begin in ((True, ""), (False, "<think>")):
+            llm.play = partial(said_in_pieces, text=begin + "Hm.</think>{}", size=1, thinking=thinking)
+            capsys.readouterr()
+            assert ask(llm_address, "what?", "--json-object") == 0
+            assert capsys.readouterr() == ("{}\n", "Hm.\n\n")
         assert ask(llm_address, "what?", "--json-schema", str(tmp_path / "none")) == 2
         assert "none: No such file" in capsys.readouterr().err
 
