@@ -130,6 +130,11 @@ class TestCompose:
             source, target, *mode = volume.split(":")
             assert (source in COMPOSE["volumes"] and target in made) or mode == ["ro"]
 
+    @each_composed
+    def test_compiled_kernels_outlive_the_container(self, name: str) -> None:
+        service = COMPOSE["services"][name]
+        assert f"kernels:{service['environment']['NUMBA_CACHE_DIR']}" in service["volumes"]
+
     def test_the_gateway_listens_where_it_is_probed_and_asks_the_llm_service(self) -> None:
         service = COMPOSE["services"]["gateway"]
         assert service["command"][:3] == ["python", "-m", "gateway"]
