@@ -126,7 +126,7 @@ class ReaderView:
             self.size = os.fstat(fd).st_size
             self._map = mmap.mmap(fd, self.size, prot=mmap.PROT_READ)
         except OSError as error:
-            raise ValueError("this is no shared memory that can be read") from error
+            raise ValueError("this is not readable shared memory") from error
         finally:
             os.close(fd)
         self.view = memoryview(self._map)

@@ -143,4 +143,4 @@ def _dense(reader: SliceReader, module: str, parts: Sequence[str]) -> Tensor:
     except KeyError as error:
         raise CheckpointError(f"{module} is quantised and has no {error.args[0]}") from None
     except ValueError as error:
-        raise CheckpointError(f"{module} is quantised in a way that is not served: {error}") from None
+        raise CheckpointError(f"{module} is quantised in an unsupported way: {error}") from None

@@ -119,7 +119,7 @@ class Checkpoint:
         try:
             return json.dumps(tekken.tokenizer_settings(stated))
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{tekken.FILE} is not of a form that is known") from error
+            raise CheckpointError(f"{tekken.FILE} is not in a known form") from error
 
     def tokenizer_settings(self) -> dict[str, Any]:
         """The same as an object, by which texts are neither cut nor filled up, whatever was set for the batches that a
@@ -181,7 +181,7 @@ def _downloaded(model: str, revision: str | None, patterns: Sequence[str]) -> Pa
         raise CheckpointError(f"{model} is neither a folder nor a hub name") from error
     except OSError as error:  # the hub's own errors are some, and have several lines
         why = str(error).partition("\n")[0].strip()
-        raise CheckpointError(f"{model} is no folder here, and cannot be fetched: {why}") from error
+        raise CheckpointError(f"{model} is not a folder here, and cannot be fetched: {why}") from error
 
 
 def _read_header(path: Path, file: BinaryIO) -> dict[str, TensorInfo]:

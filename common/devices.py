@@ -135,7 +135,7 @@ def check_device(device: str, wanted: int = 1, there: int | None = None) -> None
         return
     kind, colon, index = device.partition(":")
     if kind != "cuda" or (colon and not (index.isascii() and index.isdecimal())):
-        raise ValueError(f"--device {device} is none of cpu, cuda and cuda:N")
+        raise ValueError(f"--device {device} is not cpu, cuda or cuda:N")
     count = cuda_device_count() if there is None else there
     if not count:
         raise ValueError(f"--device {device}: no GPU can be seen here; --device cpu needs none")

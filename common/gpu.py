@@ -22,7 +22,7 @@ def use_gpu(device: torch.device) -> None:
     torch cannot."""
     if not torch.cuda.is_available():
         raise CheckpointError(
-            f"torch {torch.__version__} cannot use {device}: install a build of it for this driver, or say --device cpu"
+            f"torch {torch.__version__} cannot use {device}: install a build for this driver, or use --device cpu"
         )
     torch.cuda.set_device(device)
 

@@ -113,7 +113,7 @@ def connect(name: str, folder: str, secret: bytes) -> tuple[socket.socket, Share
         if len(grant) != GRANT_BYTES or len(descriptors) != 2 or flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise OSError("the service handed nothing over")
+            raise OSError("the service sent no memory")
         link.setblocking(False)
     except BaseException:
         link.close()

@@ -65,7 +65,7 @@ class ReadAgain(Generic[Line]):
                 self._lines = self._read(self._path)
                 _log.info("tokens were replaced", file=self._path, tokens=len(self._lines))
             except ValueError as error:
-                _log.warning("tokens were replaced by what cannot be used; the old ones stay", cause=str(error))
+                _log.warning("new tokens cannot be used; the old ones stay", cause=str(error))
         return self._lines
 
     def _look(self) -> Seen:

@@ -155,7 +155,7 @@ def _check(media: Media, field: str) -> None:
     """What of a message contradicts itself; how large things are, `media.limits` checks."""
     source, options = media.source, media.options
     if media.mime_type and not isinstance(source, Encoded | Url):
-        raise InvalidInput("a MIME type goes with encoded bytes alone", reason="BAD_OPTION", field=f"{field}.mime_type")
+        raise InvalidInput("a MIME type goes only with encoded bytes", reason="BAD_OPTION", field=f"{field}.mime_type")
     if options.fps is not None and not math.isfinite(options.fps):
         raise InvalidInput("fps must be a number", reason="BAD_OPTION", field=f"{field}.options.fps")
     match source:

@@ -59,7 +59,7 @@ class EncoderServicer(EncoderServiceServicer):
         """Streams headers and rows."""
         served = self._ready()
         if request.digest not in ("", served.encoder.digest):
-            raise Unavailable("the encoder serves another model than is meant", reason="OTHER_MODEL")
+            raise Unavailable("the encoder serves another model than the caller expects", reason="OTHER_MODEL")
         convert.check_items(request.items, served.config)
         convert.check_lists(request)
         served.link.check(request.accepts, request.host)

@@ -60,10 +60,10 @@ def _read(file: str) -> tuple[tuple[bytes, Caller], ...]:
         if name and not _NAME.fullmatch(name):
             raise ValueError(f"{file}: a caller's name has 1 to 64 letters, digits and signs of ._@+-")
         if not token:
-            raise ValueError(f"{file}: a caller's name stands there without a token")
+            raise ValueError(f"{file}: a caller's name has no token")
         check_tokens([token])
         if names.setdefault(token, name) != name:
-            raise ValueError(f"{file}: one token is of two callers")
+            raise ValueError(f"{file}: two callers have the same token")
         keys.setdefault(name, token.encode() if name else b"")
     return tuple((token.encode(), Caller(name, keys[name])) for token, name in names.items())
 

@@ -60,7 +60,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self.send_400_response("this is no HTTP request")
+            self.send_400_response("this is not an HTTP request")
             return
         if self._in_head and self._head > _HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("the request's head is too long")

@@ -56,7 +56,7 @@ class NotEverywhere(TwinlensError):
 
     def __init__(self, outcomes: Mapping[str, TwinlensError | None]) -> None:
         done = sum(error is None for error in outcomes.values())
-        super().__init__(f"{done} of {len(outcomes)} LLM services have done it; services says what came of the others")
+        super().__init__(f"{done} of {len(outcomes)} LLM services have done it; `services` shows the others' results")
         self.outcomes = outcomes
 
 
@@ -131,11 +131,11 @@ def from_validation(error: ValidationError) -> InvalidInput:
         case "json_invalid":
             return InvalidInput(first["msg"], reason="BAD_JSON")
         case "extra_forbidden":
-            return InvalidInput("this field is not served", reason=NOT_SERVED, field=field)
+            return InvalidInput("this field is not supported", reason=NOT_SERVED, field=field)
         case "union_tag_invalid":
             *others, last = re.findall(r"\$(\w+)", first["ctx"]["expected_tags"])
             only = f"{', '.join(others)} and {last}" if others else last
-            return InvalidInput(f"this kind is not served, only {only}", reason=NOT_SERVED, field=f"{field}.type")
+            return InvalidInput(f"this kind is not supported, only {only}", reason=NOT_SERVED, field=f"{field}.type")
         case "union_tag_not_found":
             return InvalidInput("its type is missing", reason="BAD_FIELD", field=f"{field}.type")
         case "list_type" if str(first["loc"][-1]).startswith("$"):

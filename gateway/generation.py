@@ -100,7 +100,7 @@ class Generations:
                     failure = link_lost(begun=one.answer.begun)
                 except _OtherAnswer as other:
                     failure = None
-                    _log.info("a service does not go on with an answer", address=service.address, why=str(other))
+                    _log.info("a service does not continue an answer", address=service.address, why=str(other))
                 finally:
                     service.in_flight -= 1
                     call.cancel()
@@ -352,7 +352,7 @@ class _Generation:
                 self._unfit.append(service)
                 self._handovers += 1
         if failure:
-            _log.info("a service does not go on with an answer", address=service.address, why=failure.reason)
+            _log.info("a service does not continue an answer", address=service.address, why=failure.reason)
 
     async def _successor(self, pause: _Pause) -> LlmService:
         """A service that can go on, as it has just said; it is waited for."""
@@ -377,7 +377,7 @@ class _Generation:
         self._owner.on_handover("taken_over", now - pause.begun)
         tracing.record([("handover", pause.begun, now)], left=pause.address, to=service.address)
         _log.warning(
-            "an answer goes on elsewhere",
+            "an answer continues elsewhere",
             left=pause.address,
             why=pause.failure.reason,
             to=service.address,
@@ -390,7 +390,7 @@ class _Generation:
         seconds = time.perf_counter() - pause.begun
         self._owner.on_handover(outcome, seconds)
         _log.warning(
-            "an answer goes on nowhere",
+            "an answer cannot be continued",
             left=pause.address,
             why=pause.failure.reason,
             outcome=outcome,

@@ -152,14 +152,14 @@ class RequestMiddleware:
         if self._closed:
             raise Unavailable("the gateway stops", reason="STOPPING")
         if self.open_requests > self._config.max_requests:
-            raise Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS")
+            raise Exhausted("too many requests are being served", reason="TOO_MANY_REQUESTS")
         if headers.get(b"content-encoding", "identity").lower() not in ("", "identity"):
-            why = "a body is taken as it is, without an encoding"
+            why = "compressed bodies are not accepted"
             raise Compressed(why, reason="ENCODING_NOT_SERVED", field="content-encoding")
 
     def _check_host(self, headers: dict[bytes, str]) -> None:
         if not self._hosts.allow(headers.get(b"host", "")):
-            why = "a gateway without tokens on loopback is not asked by this name; --allow-hosts says by which it is"
+            why = "a gateway on loopback without tokens does not accept this host name; --allow-hosts adds names"
             raise Forbidden(why, reason="HOST_NOT_ALLOWED")
 
     async def _body(self, receive: Receive, headers: dict[bytes, str], lease: BodyLease) -> bytes:
@@ -172,7 +172,7 @@ class RequestMiddleware:
                 async with tasks.StallTolerantTimeout(self._config.request_stall_seconds):
                     message = await receive()
             except TimeoutError:
-                why = "nothing of the request came for too long"
+                why = "the request brought no data for too long"
                 raise Stalled(why, reason="REQUEST_TOO_SLOW", retry_after=1.0) from None
             if message["type"] == "http.disconnect":
                 raise Cancelled("the caller has left")
@@ -219,9 +219,9 @@ class RequestMiddleware:
             return stated
         except HTTPException as stated:
             if stated.status_code == 404:
-                return NoRoute(404, "there is nothing at this path; what is served of OpenAI's API is below /v1")
+                return NoRoute(404, "there is nothing at this path; OpenAI's API is below /v1")
             allowed = (stated.headers or {}).get("Allow", "")
-            return NoRoute(stated.status_code, f"this path has other methods: {allowed}", allowed)
+            return NoRoute(stated.status_code, f"this path accepts only {allowed}", allowed)
         except Exception:  # noqa: BLE001 - whatever it is, the caller gets an answer, and the log the rest
             _log.exception("a handler failed")
             return Internal("the gateway failed to handle this request")
@@ -256,7 +256,7 @@ class _BoundedSend:
             self._timer = tasks.StallTolerantTimer(since + self._seconds - now, self._look)
             return
         self._abort()
-        self._context.end(Unavailable("the caller takes nothing of the answer", reason="CALLER_STALLED"))
+        self._context.end(Unavailable("the caller does not read the answer", reason="CALLER_STALLED"))
 
     async def __call__(self, message: Message) -> None:
         context = self._context

@@ -39,7 +39,7 @@ async def read_form(context: RequestContext, headers: Headers, kind: type[Fields
     body, context.body = context.body, b""
     kind_of_body, parameters = parse_options_header(headers.get("content-type", ""))
     if kind_of_body != b"multipart/form-data":
-        raise InvalidInput("the body is no form: its content type is not multipart/form-data", reason="BAD_FORM")
+        raise InvalidInput("the body is not a form: its content type is not multipart/form-data", reason="BAD_FORM")
     if parameters.get(b"charset", _CHARSETS[0]).lower() not in _CHARSETS:
         raise InvalidInput("the form cannot be read: its charset is not UTF-8", reason="BAD_FORM")
     try:
@@ -52,7 +52,7 @@ async def read_form(context: RequestContext, headers: Headers, kind: type[Fields
     content: bytes | None = None
     for name, value in given:
         if isinstance(value, UploadFile) == (name != file):
-            raise InvalidInput(f"{file} is a file, and nothing else is", reason="BAD_FIELD", field=name)
+            raise InvalidInput(f"{file} must be a file, and no other field may be", reason="BAD_FIELD", field=name)
         if isinstance(value, UploadFile):
             content = await value.read()
             await value.close()
@@ -61,7 +61,7 @@ async def read_form(context: RequestContext, headers: Headers, kind: type[Fields
     if content is None:
         raise InvalidInput("the file is missing", reason="BAD_FIELD", field=file)
     if twice := next((name for name, values in texts.items() if len(values) > 1 and not _is_list(name)), None):
-        raise InvalidInput("this field is there more than once", reason="BAD_FIELD", field=twice)
+        raise InvalidInput("this field is given more than once", reason="BAD_FIELD", field=twice)
     values = {name: ",".join(each) for name, each in texts.items() if each != [""]}
     try:
         return kind.model_validate_strings(values, strict=False), content

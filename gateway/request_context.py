@@ -65,7 +65,7 @@ class BodyLease:
         self.bytes += count
         self._budget.bytes += count
         if self._budget.bytes > self._budget.limit:
-            raise Exhausted("too many bytes of requests are here", reason="TOO_MANY_BYTES")
+            raise Exhausted("requests hold too many bytes", reason="TOO_MANY_BYTES")
 
     def release(self) -> None:
         """Nothing of it is held any more."""

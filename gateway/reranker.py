@@ -102,7 +102,7 @@ async def judged(
     except TwinlensError as error:
         raise error.at(_param(error.field, asked.places, asked.at)) from None
     if yes not in known or no not in known:
-        raise Internal("the reranker has not told what a score is made of")
+        raise Internal("the reranker's tokens for scores are not known")
     return Judgement(_logistic(known[yes] - known[no]), usage)
 
 

@@ -206,7 +206,7 @@ class LlmService:
         except TimeoutError:
             return _Heard(info, "it answers, but the connection for calls cannot be made")
         if info is None or load is None:  # what gRPC makes of bytes that are no message
-            return _Heard(None, "what it answers is no message of ours")
+            return _Heard(None, "its answer is not one of our messages")
         self.told, self._resets = load, 0
         return _Heard(info, "" if info.context_tokens else _STARTING)
 
@@ -216,7 +216,7 @@ def _cause(error: grpc.aio.AioRpcError) -> str:
     if from_rpc_error(error).reason == "ENGINE_UNAVAILABLE":  # since it said what it is
         return _STARTING
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return "what listens there is no LLM service"
+        return "what listens there is not an LLM service"
     obstacle = obstacle_in(error.details() or "")
     return obstacle.value if obstacle else error.code().name
 
@@ -396,7 +396,7 @@ class LlmServices:
         served = any(each.serves(model) for each in known) or self.is_coming(model)
         if model and known and all(each.model for each in known) and not served:
             return NotFound(
-                "no model of that name is served; /v1/models lists those that are",
+                "no model has that name; /v1/models lists the models",
                 reason="UNKNOWN_MODEL",
                 field="model",
             )
@@ -408,7 +408,7 @@ class LlmServices:
         others = self.fitting(model, offered) if len(offered) < _OFFERS else []
         if not others or not may_fare_better(failure):
             raise failure
-        _log.info("a request goes elsewhere", address=offered[-1].address, why=failure.reason)
+        _log.info("a request is sent elsewhere", address=offered[-1].address, why=failure.reason)
         return self.choose(key, others)
 
     def choose(self, key: bytes, fitting: Sequence[LlmService]) -> LlmService:
@@ -454,7 +454,7 @@ def error_of(error: grpc.aio.AioRpcError, *, begun: bool = False) -> TwinlensErr
         return TooLarge("the request is larger than the LLM service takes", reason="BODY_TOO_LARGE")
     if is_of_the_link(error):
         if not begun and is_not_taken(error):
-            return Exhausted("the LLM service has too many calls to take one more", reason=_FULL)
+            return Exhausted("the LLM service has too many calls", reason=_FULL)
         return link_lost(begun=begun)
     stated = from_rpc_error(error)
     if isinstance(stated, Unauthenticated):  # our token, not the caller's

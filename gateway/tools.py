@@ -45,7 +45,7 @@ def tool_format(body: ChatRequest, info: llm_pb2.LlmServiceGetInfoResponse | Non
         return ToolFormat.LIST
     written = ToolFormat.JSON if info is None else _FORMATS.get(info.tool_format)
     if written is None:
-        raise InvalidInput("how this model writes calls is not known", reason="NO_TOOLS", field="tools")
+        raise InvalidInput("it is not known how this model writes calls", reason="NO_TOOLS", field="tools")
     return written
 
 
@@ -61,12 +61,12 @@ def offered(body: ChatRequest) -> list[Tool]:
         name = body.tool_choice.function.name
         tools = [tool for tool in tools if tool.function.name == name]
         if not tools:
-            raise InvalidInput("there is no tool of that name", reason="BAD_FIELD", field="tool_choice.function.name")
+            raise InvalidInput("no tool has that name", reason="BAD_FIELD", field="tool_choice.function.name")
     if isinstance(body.tool_choice, AllowedTools):
         names = {each.function.name for each in body.tool_choice.allowed_tools.tools}
         tools = [tool for tool in tools if tool.function.name in names]
         if names != {tool.function.name for tool in tools}:
-            why = "there is no tool of one of these names"
+            why = "one of these names is not a tool's"
             raise InvalidInput(why, reason="BAD_FIELD", field="tool_choice.allowed_tools.tools")
     return tools
 

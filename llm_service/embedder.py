@@ -101,5 +101,5 @@ def _pooling(config: dict[str, Any]) -> Pooling:
         raise _NotServedError(f"its pooling is {', '.join(wanted) or 'not said'}")
     pooling = _MODES[wanted[0]]
     if pooling.of_all and not config.get("include_prompt", True):
-        raise _NotServedError("its pooling leaves the prompt out")
+        raise _NotServedError("its pooling excludes the prompt")
     return pooling

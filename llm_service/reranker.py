@@ -40,14 +40,14 @@ class Reranker:
         if score is None:
             return None
         if checkpoint.config.get("model_type") not in _TYPES:
-            why = "how its kind is asked is not known"
+            why = "it is not known how to prompt this kind"
         elif not _is_taught(prompts):
             why = "its chat template lays out conversations in another way"
         elif (found := _tokens(score, prompts)) is None:
-            why = "its tokens are not two that are known"
+            why = "its two tokens are not known"
         else:
             return cls(*found)
-        _log.warning("a reranker is not served as one", why=why)
+        _log.warning("a reranker is not served as a reranker", why=why)
         return None
 
 

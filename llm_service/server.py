@@ -333,7 +333,7 @@ async def _started(grpc_server: GrpcServer, components: Components) -> bool:
     context, wanted = (await starting).max_context, components.config.max_context
     if context < wanted:
         why = (
-            "the model takes no longer ones"
+            "the model supports no longer ones"
             if context == components.max_context
             else "--kv-cache-bytes: KV blocks hold no longer ones"
         )

@@ -128,7 +128,9 @@ class LlmServicer(LlmServiceServicer):
                 chat = replace(self._components.requests.chat(request.chat, media), unanswered=request.messages_alone)
                 if media:
                     raise InvalidInput(
-                        "media have no tokens before they are encoded", reason="MEDIA_IN_TOKENIZE", field=media[0].field
+                        "media must be encoded before they can be tokenized",
+                        reason="MEDIA_IN_TOKENIZE",
+                        field=media[0].field,
                     )
                 pieces = await tasks.to_thread(prompts.pieces, chat, ())
                 ids = (await tasks.to_thread(prompts.layout, pieces, ())).ids

@@ -34,16 +34,14 @@ class Transcriber:
         wanted. Raises InvalidInput for what is no sound, and for what the model cannot be told."""
         asked = self.asked
         if sound.modality is not Modality.AUDIO:
-            raise InvalidInput("a transcription is of a sound", reason="NO_SOUND", field=sound.field)
+            raise InvalidInput("a transcription needs a sound", reason="NO_SOUND", field=sound.field)
         if self._lacking:
-            why = f"this checkpoint has no token {self._lacking}, with which the model is asked for words"
+            why = f"this checkpoint has no token {self._lacking}, which asks the model for a transcript"
             raise InvalidInput(why, reason="NO_TRANSCRIPTION", field="transcription")
         if turns and not asked.wrapping.tells_turns:
-            raise InvalidInput(
-                "this model does not tell who speaks when", reason="NO_TURNS", field="transcription.turns"
-            )
+            raise InvalidInput("this model cannot tell who speaks when", reason="NO_TURNS", field="transcription.turns")
         if prompt and asked.place is PromptPlace.NOWHERE:
-            why = "this model takes no prompt with a sound"
+            why = "this model takes only the sound, without a prompt"
             raise InvalidInput(why, reason="NO_PROMPT", field="transcription.prompt")
         sentence, opening = asked.spoken(self._language(language))
         own = prompt if prompt and asked.place is not PromptPlace.SYSTEM else asked.instruction
@@ -60,7 +58,9 @@ class Transcriber:
             return ""
         field, code = "transcription.language", code_of(given)
         if not self.asked.languages:
-            raise InvalidInput("this model finds the language out, and is told none", reason="NO_LANGUAGE", field=field)
+            raise InvalidInput(
+                "this model detects the language, and cannot be told it", reason="NO_LANGUAGE", field=field
+            )
         if code is None or code not in self.asked.languages:
             why = "the model does not support this language; languages are ISO 639 codes such as fr"
             raise InvalidInput(why, reason="NO_LANGUAGE", field=field)

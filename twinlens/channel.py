@@ -101,9 +101,9 @@ class Endpoint:
         if not self.address:
             raise ValueError("an address is needed, for example 127.0.0.1:7002")
         if self.address.startswith(("http://", "https://")):
-            raise ValueError(f"an address is HOST:PORT: {self.address} is one of the web's")
+            raise ValueError(f"an address is HOST:PORT: {self.address} is a web address")
         if not self.address.startswith(_SOCKETS) and _port(self.address) > 65535:  # gRPC would take another one
-            raise ValueError(f"{self.address} names a port that there is not")
+            raise ValueError(f"{self.address} has an impossible port")
         if self.token and not (self.token.isascii() and self.token.isprintable()):
             raise ValueError("a token is one line of ASCII characters")
         if self.token and self.tls is None and not self.plaintext_token and not is_local(self.address):

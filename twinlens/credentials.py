@@ -13,7 +13,7 @@ def certificates(path: str | Path, option: str) -> bytes:
     content = _read(path, option)
     if _CERTIFICATE not in content:
         instead = "a private key" if _KEY in content else "no PEM certificate"
-        raise ValueError(f"{option} {path} holds {instead}, where certificates are wanted")
+        raise ValueError(f"{option} {path} must hold certificates, and holds {instead}")
     return content
 
 
@@ -22,7 +22,7 @@ def private_key(path: str | Path, option: str) -> bytes:
     content = _read(path, option)
     if _KEY not in content:
         instead = "a certificate" if _CERTIFICATE in content else "no PEM key"
-        raise ValueError(f"{option} {path} holds {instead}, where a private key is wanted")
+        raise ValueError(f"{option} {path} must hold a private key, and holds {instead}")
     if _ENCRYPTED in content:
         raise ValueError(f"{option} {path} is protected by a password: give a key without one")
     return content

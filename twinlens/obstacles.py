@@ -9,13 +9,13 @@ class Obstacle(Enum):
     """Why a service could not be reached; the value says it in words."""
 
     NOBODY_LISTENS = "nothing listens there"
-    UNKNOWN_HOST = "no host of that name is known"
-    CLOSED = "the connection was closed at once, as where TLS, or a client certificate, is wanted"
+    UNKNOWN_HOST = "no host has that name"
+    CLOSED = "the connection was closed at once, as if TLS, or a client certificate, is required"
     NO_TLS = "what listens there does not speak TLS"
-    UNTRUSTED = "its certificate is not signed by the roots that are trusted"
+    UNTRUSTED = "its certificate is not signed by trusted roots"
     OTHER_NAME = "its certificate is for another name"
     NO_GRPC = "what listens there does not speak gRPC"
-    SILENT = "nothing answers there, as behind a firewall or on a host that is gone"
+    SILENT = "nothing answers there, as behind a firewall or on a dead host"
 
 
 _SAID = {

@@ -180,7 +180,7 @@ def generate_request(
     of_answer = continue_final_message, calls_or_form, thinks_before_form
     of_template = any((tools, reasoning_effort, template_variables, thinking is not None, *of_answer))
     if of_template and isinstance(prompt, TextInput | TokensInput | TranscriptionInput):
-        raise ValueError("tools and thinking are the chat template's: they go with a conversation")
+        raise ValueError("tools and thinking need a conversation, which the chat template lays out")
     match prompt:
         case TextInput():
             request.text.CopyFrom(prompt)
@@ -235,7 +235,7 @@ def embed_request(
         case TokensInput():
             request.tokens.CopyFrom(prompt)
         case TranscriptionInput():
-            raise ValueError("a sound to be embedded stands in a message, as `user(audio(…))`")
+            raise ValueError("to embed a sound, put it in a message, as `user(audio(…))`")
         case _:
             request.chat.CopyFrom(chat(prompt))
     return request

@@ -78,7 +78,7 @@ def class_of(config: Any) -> Any:
                 made, "get_audio_features"
             ):
                 return made
-    raise CheckpointError(f"{config.model_type} is no model that reads pictures and writes text")
+    raise CheckpointError(f"{config.model_type} is not a model that reads pictures and writes text")
 
 
 def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device: torch.device) -> Any:
@@ -213,7 +213,7 @@ def layers_of_levels(config: Any) -> list[int]:
 def missing(error: ImportError) -> str:
     """What transformers lacks, in one sentence."""
     wanted = re.search(r"requires the (\w+) library", str(error))
-    return f"transformers wants a package that is not installed here: {wanted[1] if wanted else error.name}"
+    return f"transformers needs a package that is not installed here: {wanted[1] if wanted else error.name}"
 
 
 def first_line(error: BaseException) -> str:

@@ -152,9 +152,9 @@ def checked(config: Any) -> Any:
     we cannot serve."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{kind} has an encoder for its text beside the decoder")
+        raise CheckpointError(f"{kind} has a text encoder besides its decoder")
     if getattr(config, "canvas_length", None):
-        raise CheckpointError(f"{kind} writes stretches of an answer at once, by diffusion")
+        raise CheckpointError(f"{kind} writes parts of an answer at once, by diffusion")
     text = config.get_text_config(decoder=True)
     if _INDEXED in (getattr(text, "layer_types", None) or ()) and text.model_type not in _KNOWN_INDICES:
         raise CheckpointError(f"layers of {kind} choose the tokens that they see by an index of their own")

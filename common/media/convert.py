@@ -72,7 +72,7 @@ def read_media(message: media_pb2.Media, field: str, served: Container[Modality]
         raise Unsupported(why, reason=shape.unserved, field=f"{field}.modality")
     source = _read_source(message, field)
     if message.known_key and not isinstance(source, Url):
-        raise InvalidInput("a known key goes with a url alone", reason="BAD_OPTION", field=f"{field}.known_key")
+        raise InvalidInput("a known key goes only with a url", reason="BAD_OPTION", field=f"{field}.known_key")
     given = message.options
     if len(given.kept_rows) > _MAX_KEPT_BYTES:
         raise InvalidInput("kept_rows is too long", reason="BAD_OPTION", field=f"{field}.options.kept_rows")
@@ -207,7 +207,7 @@ def read_header(message: encoder_pb2.EncodeHeader) -> tuple[Header, RowLayout]:
     modality, dtype, grid = _MODALITY_OF.get(message.modality), _DTYPE_OF.get(message.dtype), _read_grid(message.grid)
     numbers = (grid.t, grid.h, grid.w, message.tokens, message.width, message.levels)
     if modality is None or dtype is None or len(message.key) != KEY_BYTES or min(numbers) < 1:
-        raise DataLoss("an encoder sent a header that makes no sense")
+        raise DataLoss("an encoder sent an invalid header")
     kept = message.kept_rows
     if message.grid_rows and not message.tokens < message.grid_rows:
         raise DataLoss("an encoder's header keeps more rows than there are")
@@ -230,11 +230,11 @@ def read_header(message: encoder_pb2.EncodeHeader) -> tuple[Header, RowLayout]:
 
 def _read_replacement(given: Sequence[encoder_pb2.PromptPart]) -> tuple[PromptPart, ...]:
     if len(given) > MAX_PARTS or sum(len(part.text) for part in given) > MAX_REPLACEMENT:
-        raise DataLoss("an encoder sent more than can stand for an item in a prompt")
+        raise DataLoss("an encoder sent too much to stand for an item in a prompt")
     if any(part.positions and not _has_positions(part) for part in given):
-        raise DataLoss("an encoder sent other positions than rows")
+        raise DataLoss("an encoder sent different numbers of positions and rows")
     if any(abs(at) > MAX_POSITION for part in given for at in (part.advance, *_numbers(part.positions))):
-        raise DataLoss("an encoder places rows further away than prompts are long")
+        raise DataLoss("an encoder places rows beyond the longest prompt")
     return tuple(
         PromptPart(part.text, part.rows, part.token, part.positions, part.advance, part.from_origin) for part in given
     )

@@ -62,7 +62,7 @@ def decode_body(body: str, field: str) -> bytes:
     try:
         return _decoded(body)
     except ValueError:
-        raise _bad("what stands behind the comma of the data address is not base64", field) from None
+        raise _bad("the part after the comma of the data address is not base64", field) from None
 
 
 def _decoded(body: str) -> bytes:

@@ -153,7 +153,7 @@ class NixlAgent:
 
     def _give_up(self) -> None:
         if self._child is not None:
-            _log.error("the NIXL agent owes an answer for too long", seconds=self._answer_seconds)
+            _log.error("the NIXL agent did not answer in time", seconds=self._answer_seconds)
             self._child.kill()
 
     async def _begin(self) -> None:

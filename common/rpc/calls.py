@@ -278,7 +278,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if self.closed:
             raise errors.Unavailable("the service stops", reason="STOPPING")
         if self.open_calls > self._max_calls:
-            raise errors.Exhausted("too many calls are under way", reason="TOO_MANY_CALLS")
+            raise errors.Exhausted("too many calls are being served", reason="TOO_MANY_CALLS")
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # type: ignore[redundant-expr]  # None without a deadline
             raise errors.DeadlineExceeded("the deadline had passed when the call arrived")

@@ -56,7 +56,7 @@ class ReplicaSet(Generic[T]):
             try:
                 self.known[address] = self._upkeep.open(address, wanted[address])
             except OSError as error:  # the next look tries again
-                _log.error("a replica cannot be spoken to", kind=self._kind, address=address, cause=str(error))
+                _log.error("a replica cannot be reached", kind=self._kind, address=address, cause=str(error))
         for address in self.known.keys() - wanted.keys():
             self.forget(address)
 
@@ -77,7 +77,7 @@ class ReplicaSet(Generic[T]):
         try:
             self._leave(self._upkeep.renew(replica, self._grace), f"renew {address}")
         except OSError as error:  # replaced once more, and not whole yet
-            _log.error("a replica is spoken to as before", kind=self._kind, address=address, cause=str(error))
+            _log.error("a replica can be reached again", kind=self._kind, address=address, cause=str(error))
 
     def _leave(self, closing: Coroutine[Any, Any, None], name: str) -> None:
         task = tasks.start(closing, name)

@@ -362,4 +362,4 @@ def max_large_bytes(budget: int) -> int:
 
 
 def _full() -> Exhausted:
-    return Exhausted("too many bytes of requests are on their way", reason="TOO_MANY_BYTES")
+    return Exhausted("requests hold too many bytes", reason="TOO_MANY_BYTES")

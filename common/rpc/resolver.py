@@ -49,7 +49,7 @@ async def _read(source: str) -> dict[str, str]:
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         found = {check_address(line): "" for line in lines if line}
         if not found:
-            raise ValueError("the list is empty: somebody is writing it")
+            raise ValueError("the list is empty: it may be being written")
         return found
     return {source: ""}
 

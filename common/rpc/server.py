@@ -164,7 +164,7 @@ class GrpcServer:
                 port = self.server.add_insecure_port(self._config.listen)
         except RuntimeError as error:
             raise OSError(
-                f"cannot listen on {self._config.listen}: another program does, or it is no address of this machine;"
+                f"cannot listen on {self._config.listen}: another program uses it, or this machine has no such address;"
                 " --listen says where else"
             ) from error
         self.address = f"{host}:{port}"

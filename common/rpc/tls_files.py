@@ -77,7 +77,7 @@ class TlsFiles:
             seen = ((0, 0, 0),)
         if seen != self._refused:
             self._refused = seen
-            _log.warning("certificates were replaced by what cannot be used; the old ones stay", cause=cause)
+            _log.warning("new certificates cannot be used; the old ones stay", cause=cause)
 
 
 def look_at(*names: str) -> Seen:

@@ -314,4 +314,4 @@ def _no_worker() -> Unavailable:
 
 
 def _poison() -> Internal:
-    return Internal("this media ends the encoder and is refused", reason="POISON_ITEM")
+    return Internal("this media crashes the encoder and is refused", reason="POISON_ITEM")

@@ -127,7 +127,7 @@ class Flight:
         if not self.header.done():
             self.header.set_result(header)
         elif not self.header.result().agrees(header):
-            raise Unavailable("the rows that were told of are lost, and ours are others", reason=MEDIA_CHANGED)
+            raise Unavailable("the announced rows are lost, and new ones would differ", reason=MEDIA_CHANGED)
         return self.header.result()
 
     def allocated(self, allocation: Allocation) -> None:

@@ -118,7 +118,7 @@ class MediaLoader:
         item = flight.item
         match item.source:
             case Embedding():
-                why = "rows that were computed elsewhere do not say what stands for them in this model's prompts"
+                why = "rows computed elsewhere do not say which tokens stand for them in this model's prompts"
                 raise Unsupported(why, reason="NO_EMBEDDINGS", field=f"{item.field}.embedding")
             case Pixels() as pixels:
                 seen = Inspection(pixels.width, pixels.height)

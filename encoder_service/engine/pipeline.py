@@ -116,7 +116,9 @@ class Pipeline:
             with flight.times.timed("fetch"):
                 async with self.contents.fetched(wanted, own) as (item, room):
                     if await self.contents.key(item) != flight.key:
-                        raise Unavailable("an address gives other media than before", reason=MEDIA_CHANGED, field=field)
+                        raise Unavailable(
+                            "the address returns other media than before", reason=MEDIA_CHANGED, field=field
+                        )
                     if isinstance(flight.item.source, Key):
                         room.resize(item.size)
                         flight.holds(room)

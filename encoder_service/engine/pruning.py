@@ -28,7 +28,7 @@ def pruned(plan: Plan, options: Options, merge: int, field: str) -> Plan:
         return plan
     if plan.tokens != plan.grid.patches // merge**2:
         raise Unsupported(
-            "rows of this model are not pruned", reason="NO_PRUNING", field=f"{field}.options.video_pruning_rate"
+            "this model's rows cannot be pruned", reason="NO_PRUNING", field=f"{field}.options.video_pruning_rate"
         )
     if options.kept_rows is None:
         assert options.video_pruning_rate is not None, "one of the two is given"

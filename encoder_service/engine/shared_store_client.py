@@ -85,7 +85,7 @@ def check_url(url: str) -> None:
         pool = _connections(url, 1.0)
         pool.connection_class(**pool.connection_kwargs)  # which connects nowhere yet
     except (ValueError, TypeError):
-        raise ValueError("the address cannot be read, or holds an option that there is not") from None
+        raise ValueError("the address cannot be parsed, or has an unknown option") from None
 
 
 def _connections(url: str, seconds: float) -> valkey.BlockingConnectionPool:

@@ -76,7 +76,7 @@ def read_header(data: bytes, key: bytes, salt: str, layout: RowLayout) -> Header
     if stored.key != key or (stored.levels, stored.width, stored.dtype) != (layout.levels, layout.width, layout.dtype):
         raise Garbage("a header is another item's, or another model's")
     if min(*stored.grid, stored.tokens) < 1:
-        raise Garbage("a header makes no sense")
+        raise Garbage("a header is invalid")
     if stored.grid_rows and not kept_rows.fits(stored.kept_rows, stored.grid_rows):
         raise Garbage("a header's kept_rows do not match its row count")
     if not hmac.compare_digest(stored.owner, owner(key, salt)):

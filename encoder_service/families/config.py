@@ -32,7 +32,7 @@ def read(checkpoint: Checkpoint) -> ModelConfig:
     family = family_of(config)
     tower: Mapping[str, Any] | None = config.get(family.parts.section)
     if not isinstance(tower, dict):
-        raise CheckpointError(f"config.json describes no tower: it has no {family.parts.section}")
+        raise CheckpointError(f"config.json has no tower: there is no {family.parts.section}")
     if family.complete is not None:
         tower = family.complete(config)
     try:

@@ -128,7 +128,7 @@ def _decode(
     if not len(samples):
         raise ValueError("there is no sound")
     if not np.abs(samples).max() <= _LOUDEST:  # nor a NaN
-        raise ValueError("the samples are no sound")
+        raise ValueError("the samples are not sound")
     return samples
 
 

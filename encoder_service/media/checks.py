@@ -68,7 +68,7 @@ def _check_options(options: Options, spec: ModalitySpec, field: str, limits: Med
     refuse = partial(_bad_option, field)
     for name in options.stated():
         if name not in spec.options:
-            raise refuse(name, "is no option of this kind of media")
+            raise refuse(name, "is not an option of this kind of media")
     for name in ("min_pixels", "max_pixels"):
         value = getattr(options, name)
         if value is not None and not 1 <= value <= limits.max_video_area:
@@ -84,7 +84,7 @@ def _check_options(options: Options, spec: ModalitySpec, field: str, limits: Med
     if options.video_pruning_rate and options.kept_rows is not None:
         raise refuse("video_pruning_rate", "does not go with kept_rows")
     if options.with_sound and (options.video_pruning_rate or options.kept_rows is not None):
-        raise refuse("with_sound", "does not go with rows that are dropped")
+        raise refuse("with_sound", "does not go with dropped rows")
 
 
 def check_listed(seen: Inspection, item: Item) -> None:

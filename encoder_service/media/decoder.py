@@ -170,7 +170,7 @@ class DecoderPool:
             except TimeoutError:
                 raise _too_slow(field) from None
             except ProcessStalled as error:
-                _log.warning("a decode process stood still", stopped=error.stopped, attempt=attempt)
+                _log.warning("a decode process hung", stopped=error.stopped, attempt=attempt)
                 struck, slow = struck or error.stopped, slow or not error.stopped
                 continue
             except ChildDied as error:
@@ -182,7 +182,9 @@ class DecoderPool:
                 raise _refusal(answer, field)
             return answer
         if struck:
-            raise Unavailable("decode processes were ended or stopped; others are being started", reason="NO_DECODER")
+            raise Unavailable(
+                "decode processes were killed or stopped; new ones are being started", reason="NO_DECODER"
+            )
         raise _too_slow(field) if slow else _unreadable(field)
 
     async def _ask(
@@ -254,7 +256,7 @@ def _too_slow(field: str) -> TwinlensError:
 
 def _refusal(answer: Refused, field: str) -> TwinlensError:
     if answer.too_complex:
-        why = "the media's file is made of more parts than are taken"
+        why = "the media's file has too many parts"
         return InvalidInput(why, reason="MEDIA_TOO_COMPLEX", field=field)
     if answer.unsupported:
         return InvalidInput(_UNSUPPORTED, reason="MEDIA_FORMAT", field=field)

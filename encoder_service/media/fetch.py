@@ -224,7 +224,7 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
             answers = await self._resolve(host, port)
         except socket.gaierror as error:
             if error.errno == socket.EAI_AGAIN:
-                raise _failed("the media host's name cannot be looked up just now", self._field) from None
+                raise _failed("the media host's name cannot be resolved now", self._field) from None
             raise _unknown(self._field) from None
         except UnicodeError:
             raise _unknown(self._field) from None
@@ -253,7 +253,7 @@ def _check_answer(status: int, headers: dict[bytes, bytes], max_bytes: int, fiel
     if status != 200:
         raise Precondition("the media host does not have it", reason="MEDIA_HOST_REFUSED", field=field)
     if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
-        raise Precondition("the media host packs what it sends", reason="MEDIA_HOST_REFUSED", field=field)
+        raise Precondition("the media host compresses what it sends", reason="MEDIA_HOST_REFUSED", field=field)
     length = headers.get(b"content-length", b"")
     size = int(length) if length.isdigit() else 0
     if size > max_bytes:
@@ -263,7 +263,7 @@ def _check_answer(status: int, headers: dict[bytes, bytes], max_bytes: int, fiel
 
 def _too_late(asked: _Asked) -> TwinlensError:
     if asked.waits:
-        why = "too many downloads from the media host, or for this caller, are under way"
+        why = "too many downloads from this media host, or for this caller"
         return DeadlineExceeded(why, reason="FETCHES_BUSY", field=asked.field)
     return DeadlineExceeded("the media host is too slow", reason="MEDIA_HOST_SLOW", field=asked.field)
 

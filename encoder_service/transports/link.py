@@ -135,7 +135,9 @@ class Link:
         found = proved if run is None else [each for each in proved if each.takes(run, host)]
         if not found:
             raise Precondition(
-                "rows cannot cross in a way that the caller accepts", reason="NO_COMMON_TRANSPORT", field="accepts"
+                "there is no way to transfer rows that the caller accepts",
+                reason="NO_COMMON_TRANSPORT",
+                field="accepts",
             )
         return found
 

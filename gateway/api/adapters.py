@@ -124,7 +124,9 @@ class Adapters:
         if base and base not in models:
             raise self._services.lack(base).at("base_model_name")
         if not base and len(models) > 1:
-            raise InvalidInput("several models are served: say over which", reason="BAD_FIELD", field="base_model_name")
+            raise InvalidInput(
+                "several models are served: name the base model", reason="BAD_FIELD", field="base_model_name"
+            )
         if not services:
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
         return [service for service in services if not base or service.model in ("", base)]

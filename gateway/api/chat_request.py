@@ -75,7 +75,7 @@ class MediaPart(Cached):
             if self.uuid is None:
                 raise ValueError(f"{self.type} is missing")
             if not _KEY.fullmatch(self.uuid):
-                raise ValueError(f"{self.type} is missing, and the uuid is none that an answer told")
+                raise ValueError(f"{self.type} is missing, and the uuid is not one that an answer gave")
         return self
 
 
@@ -393,19 +393,19 @@ class ChatRequest(SamplingFields):
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
         if self.include_reasoning is False and (self.logprobs or self.return_token_ids):
-            raise ValueError("logprobs and return_token_ids would tell the reasoning that include_reasoning leaves out")
+            raise ValueError("logprobs and return_token_ids would show the reasoning that include_reasoning hides")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: true")
         if None not in (most := {self.max_tokens, self.max_completion_tokens}) and len(most) > 1:
             raise ValueError("max_completion_tokens and max_tokens are aliases and have different values")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice names tools, and there are none")
+            raise ValueError("tool_choice needs tools")
         if self.media_settings is None:
-            raise ValueError("mm_processor_kwargs and media_io_kwargs say different things of a video's frames")
+            raise ValueError("mm_processor_kwargs and media_io_kwargs have different settings for a video's frames")
         within = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
         if within and self.reasoning_effort not in (None, within):
-            raise ValueError("reasoning_effort is there twice, and says two things")
+            raise ValueError("reasoning_effort is given twice, with different values")
         variables = (self.chat_template_kwargs and self.chat_template_kwargs.model_extra) or {}
         if self.documents and variables.get("documents", self.documents) != self.documents:
-            raise ValueError("documents are there twice, and say two things")
+            raise ValueError("documents are given twice, with different values")
         return self

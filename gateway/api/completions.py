@@ -54,13 +54,13 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _repeats_a_whole_prompt(self) -> CompletionRequest:
         if self.echo and self.truncate_prompt_tokens is not None:
-            raise ValueError("a prompt that is truncated is not repeated: echo goes without truncate_prompt_tokens")
+            raise ValueError("echo does not go with truncate_prompt_tokens")
         return self
 
     @model_validator(mode="after")
     def _one_number_for_the_logprobs_of_a_prompt(self) -> CompletionRequest:
         if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
-            raise ValueError("with echo logprobs are the prompt's as well, and prompt_logprobs say another number")
+            raise ValueError("with echo, logprobs cover the prompt too, and prompt_logprobs has a different number")
         return self
 
 

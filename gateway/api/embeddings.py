@@ -73,7 +73,7 @@ class EmbeddingRequest(TruncationFields):
         if self.messages is None and of_chats:
             raise ValueError("continue_final_message and settings of templates and media go with messages")
         if self.messages is not None and self.add_special_tokens is False:
-            raise ValueError("the chat template says what stands before messages: add_special_tokens go with input")
+            raise ValueError("the chat template sets special tokens of messages: add_special_tokens goes with input")
         return self
 
 
@@ -192,7 +192,7 @@ def _without_empty_answer(messages: list[Message]) -> list[Message]:
     parts = last.content if isinstance(last.content, list) else []
     empty = last.content == "" or (parts and all(part.type == "text" and not part.text for part in parts))
     if last.role != "assistant" or last.tool_calls or last.thought or not empty or not others:
-        why = "an embedding goes on behind an empty message of the assistant alone"
+        why = "an embedding can only continue an empty assistant message"
         raise InvalidInput(why, reason="BAD_FIELD", field="continue_final_message")
     return others
 

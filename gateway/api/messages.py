@@ -41,7 +41,7 @@ class Messages:
         _check_version(request)
         asked = await context.read(MessagesRequest)
         if asked.messages[-1].role == "assistant" and asked.thinking and asked.thinking.type == "enabled":
-            why = "an answer that goes on behind a message of the assistant has no thinking before it"
+            why = "an answer that continues an assistant message cannot think first"
             raise InvalidInput(why, reason="BAD_FIELD", field="thinking")
         body, places = await context.made(as_chat, asked)
         name, stream = self._services.name(asked.model), bool(asked.stream)
@@ -94,7 +94,7 @@ class Messages:
 def _check_version(request: Request) -> None:
     """Raises InvalidInput for another version of the API than those that are served; it may be left out."""
     if request.headers.get("anthropic-version", _VERSIONS[-1]) not in _VERSIONS:
-        why = f"the versions that are served are {' and '.join(_VERSIONS)}"
+        why = f"the supported versions are {' and '.join(_VERSIONS)}"
         raise InvalidInput(why, reason="BAD_FIELD", field="anthropic-version")
 
 

@@ -126,7 +126,7 @@ class Turn(Model):
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type") != "object":
-        raise ValueError("the schema of a tool's input is of the type object")
+        raise ValueError("the schema of a tool's input must have the type object")
     return schema
 
 

@@ -48,7 +48,7 @@ class Models:
         context_of(request, "models")
         name = request.path_params["name"]
         if not name:
-            raise NoRoute(404, "there is nothing at this path; /v1/models lists what is served")
+            raise NoRoute(404, "there is nothing at this path; /v1/models lists the models")
         if (base := self._services.adapters.get(name)) is not None:
             return json_answer(self._adapter(name, base))
         info = self._services.models.get(name)

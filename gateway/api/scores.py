@@ -77,7 +77,7 @@ class Scores:
         names = ("queries", "documents") if asked.text_1 is None else ("text_1", "text_2")
         one, other = (_places(name, getattr(asked, name), self._max_prompts) for name in names)
         if len(one) not in (1, len(other)):
-            why = "there is one on the first side, or as many as on the second"
+            why = "give one text on the first side, or as many as on the second"
             raise InvalidInput(why, reason="BAD_FIELD", field=names[0])
         scores, usage = await self._scored(asked, context, (one, other))
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
@@ -91,11 +91,11 @@ class Scores:
         info = self._services.about(self._services.name(asked.model))
         if info is not None and info.HasField("reranker"):
             if asked.truncate_prompt_tokens is not None:
-                why = "a reranker's prompt is not cut: it ends with the question"
+                why = "a reranker's prompt cannot be truncated: it ends with the question"
                 raise InvalidInput(why, reason="FIELD_NOT_SERVED", field="truncate_prompt_tokens")
             return await self._judged(asked, context, sides, info.reranker)
         if asked.instruction is not None:
-            why = "no reranker is served by that name, and embeddings are told no instruction"
+            why = "that name is not a reranker's, and embeddings take no instruction"
             raise InvalidInput(why, reason="FIELD_NOT_SERVED", field="instruction")
         documents = [*sides[0].items(), *sides[1].items()]
         messages = await context.made(self._messages, asked, context.id, documents)

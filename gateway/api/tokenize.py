@@ -42,7 +42,7 @@ class TokenizeRequest(Model):
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("either the final message is continued, or a new one is begun")
         if self.messages is not None and self.add_special_tokens:
-            raise ValueError("the chat template says what stands before messages: add_special_tokens go with prompt")
+            raise ValueError("the chat template sets special tokens of messages: add_special_tokens goes with prompt")
         return self
 
 

@@ -46,9 +46,9 @@ class TranscriptionRequest(RequestFields):
     @model_validator(mode="after")
     def _has_a_place_for_what_is_included(self) -> TranscriptionRequest:
         if self.stream and self.response_format in _SUBTITLES:
-            raise ValueError("srt and vtt come whole")
+            raise ValueError("srt and vtt cannot be streamed")
         if self.with_logprobs and self.response_format in ("text", *_SUBTITLES) and not self.stream:
-            raise ValueError("a plain text has no place for logprobs")
+            raise ValueError("plain text cannot carry logprobs")
         return self
 
     @property

@@ -161,7 +161,7 @@ def _frames(addresses: Sequence[str], field: str) -> Iterator[bytes]:
     for number, address in enumerate(addresses):
         place = f"{field}[{number}]"
         if not data_url.is_data(address):
-            why = "frames of a video are pictures in data addresses: no other is fetched"
+            why = "frames of a video must be data addresses: they are not fetched"
             raise InvalidInput(why, reason="FIELD_NOT_SERVED", field=place)
         yield data_url.decode(address, place)[0]
 

@@ -84,7 +84,7 @@ def _set_structure(params: llm_pb2.SamplingParams, asked: SamplingFields) -> Non
 def set_form(params: llm_pb2.SamplingParams, kind: str, form: str | Sequence[str]) -> None:
     """Says which form the answer must have. Raises InvalidInput where it must have one already."""
     if params.WhichOneof("structured") is not None:
-        raise InvalidInput("an answer can have one form", reason="BAD_FIELD", field="structured_outputs")
+        raise InvalidInput("an answer can have only one form", reason="BAD_FIELD", field="structured_outputs")
     if kind == "choice":
         params.choice.options.extend(form)
     else:

@@ -138,7 +138,7 @@ class RequestReader:
         media = self._media_list(message.media, "media")
         for item in media:
             if not isinstance(item.source, Key):
-                raise InvalidInput("an item is named by its key alone", reason="NO_SOURCE", field=item.field)
+                raise InvalidInput("a known item is named only by its key", reason="NO_SOURCE", field=item.field)
         self._check_media(media)
         return Request(
             id=message.request_id,
@@ -171,7 +171,7 @@ class RequestReader:
                 case "length_of" if piece.length_of < len(media):
                     yield SoundLength(piece.length_of)
                 case _:
-                    raise InvalidInput("a piece of the prompt is nothing", reason="EMPTY_PART", field=field)
+                    raise InvalidInput("a piece of the prompt is empty", reason="EMPTY_PART", field=field)
         if slots != len(media):
             why = f"the prompt has {slots} places for {len(media)} items"
             raise InvalidInput(why, reason="PLACEHOLDER_MISMATCH", field="pieces")
@@ -347,7 +347,7 @@ def _effort(given: str, *, thinking: bool | None) -> str:
 def _variables(text: str, max_depth: int) -> dict[str, Any]:
     value = parsed_json(text, max_depth) if text else {}
     if value is None:
-        why = "this is no JSON object, or nested too deeply"
+        why = "this is not a JSON object, or is nested too deeply"
         raise InvalidInput(why, reason="BAD_VARIABLE", field="chat.template_variables")
     return value
 

@@ -35,7 +35,7 @@ def _check_name(name: str, field: str) -> None:
 def _parsed(text: str, max_depth: int, field: str) -> dict[str, Any]:
     value = parsed_json(text, max_depth)
     if value is None:
-        raise InvalidInput("this is no JSON object, or nested too deeply", reason="BAD_TOOL", field=field)
+        raise InvalidInput("this is not a JSON object, or is nested too deeply", reason="BAD_TOOL", field=field)
     return value
 
 

@@ -108,9 +108,9 @@ class Absence:
 def trouble(code: grpc.StatusCode, details: str, security: ChannelSecurity) -> str:
     """Why a question to an encoder failed, and which option of this service may mend it. It is for our own log."""
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return "it wants a token, or another one: --encoder-token-file"
+        return "it needs a token, or a different one: --encoder-token-file"
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return "it is no encoder: encoders listen on port 7001, LLM services on 7002, unless told otherwise"
+        return "it is not an encoder: by default encoders listen on port 7001, LLM services on 7002"
     if code is not grpc.StatusCode.UNAVAILABLE or (obstacle := obstacle_in(details)) is None:
         return f"{code.name}: {details}"
     remedy = _option(obstacle, security)

@@ -54,7 +54,7 @@ class EncoderChoice:
         pool, isolation, request = self._pool, self._pool.isolation, self._request
         while True:
             if await pool.refuses(self._affinity):
-                raise Internal("encoders have died over this item", reason="POISON_ITEM", field=self._field)
+                raise Internal("encoders crashed on this item", reason="POISON_ITEM", field=self._field)
             if (suspect := pool.is_suspect(self._affinity)) and self._apart_until is None:
                 self._apart_until = monotonic() + _APART_SECONDS
             apart_until = self._apart_until or 0.0

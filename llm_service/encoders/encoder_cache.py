@@ -159,7 +159,7 @@ class EncoderCache:
         sizes = {header.rows_key: self._size(header) for header in headers}
         if sum(sizes.values()) > self.capacity_bytes:
             raise InvalidInput(
-                "the request's media need more embedding memory than there is",
+                "the request's media need more row memory than --row-cache-bytes",
                 reason="EMBEDDINGS_TOO_LARGE",
                 field="media",
             )

@@ -312,7 +312,7 @@ class Fetch:
         links.counters.retries += 1
         if own.replica.pace.overdue():
             _log.warning(
-                "an encoder is slow: it is passed over while others have room",
+                "an encoder is slow, and gets no items while others have room",
                 address=own.replica.address,
                 waited_seconds=round(waited, 1),
             )
@@ -354,12 +354,12 @@ class Fetch:
     def _compare(self, header: Header) -> None:
         """Two encoders, or an encoder and the bytes that we hold, must agree on what an item is."""
         if self._identity.key not in (None, header.key) or header.modality != self.item.modality:
-            raise DataLoss("an encoder speaks of another item")
+            raise DataLoss("an encoder sent another item's header")
         if self.header is not None and dataclasses.replace(header, cached=self.header.cached) != self.header:
             self._links.header_cache.forget(self._names(self.header), self.header, self._salt)
             if self._identity.key is None:
                 raise Unavailable(
-                    "an address gives other media than before", reason=MEDIA_CHANGED, field=self.item.field
+                    "the address returns other media than before", reason=MEDIA_CHANGED, field=self.item.field
                 )
             raise DataLoss("two encoders contradict each other on an item")
 

@@ -101,7 +101,7 @@ class EncoderPool:
         return WatchedReplica(replica, tasks.start(replica.watch(self._changed), f"watch {address}"))
 
     async def refuses(self, affinity: bytes) -> bool:
-        """Whether two encoders have died over this item; where that is still in question it is waited for, so that no
+        """Whether two encoders crashed on this item; where that is still in question it is waited for, so that no
         third one does."""
         suspects = self._suspected_with(affinity)
         if len(suspects) + self.quarantine.deaths(affinity) >= DEATHS:
@@ -145,7 +145,7 @@ class EncoderPool:
         others = [each for each in self.replicas if each is not replica and each.usable and not each.pace.slow]
         elsewhere = min((each.expected(patches) for each in others), default=float("inf"))
         if replica.pace.computed(seconds, patches, elsewhere):
-            _log.info("an encoder is slow no longer", address=replica.address)
+            _log.info("an encoder is no longer slow", address=replica.address)
 
     def another(self, affinity: bytes, avoided: Collection[str], able: Callable[[Replica], bool]) -> Replica | None:
         """An encoder for an item that is overdue at its own, at none of the `avoided` addresses, that is `able` to do

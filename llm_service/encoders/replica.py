@@ -207,7 +207,7 @@ class Replica:
             return self._failed(_EXHAUSTED if is_not_taken(error) else error.code(), began)
         self.starting = False
         if info is None or load is None:  # what gRPC makes of bytes that are no message
-            self.trouble = "what it answers is no message of ours"
+            self.trouble = "its answer is not one of our messages"
             return Verdict.GONE
         self.told = load
         self.health.hear()

@@ -149,9 +149,9 @@ class EncodeStream:
             raise DataLoss("the encoder's header contradicts itself")
         places = [part.rows for part in header.replacement]
         if (sum(places) if self._layout_from_encoder else header.tokens) != header.tokens or min(places, default=0) < 0:
-            raise DataLoss("the encoder's header has not as many places in a prompt as rows")
+            raise DataLoss("the encoder's header has different numbers of places and rows")
         if not all(map(math.isfinite, (*header.timestamps, header.seconds_per_grid))):
-            raise DataLoss("the encoder's header has times that are no numbers")
+            raise DataLoss("the encoder's header has times that are not numbers")
 
     async def rows(
         self, target: memoryview, mirror: MirrorPlace | None = None
@@ -166,7 +166,7 @@ class EncodeStream:
         async with aclosing(self._runs()) as runs:
             async for run in runs:
                 if run.first != expected or run.count < 1 or run.first + run.count > end:
-                    raise DataLoss("rows came out of order, or more of them than the header said")
+                    raise DataLoss("rows came out of order, or more than the header announced")
                 place = target[run.first * size : (run.first + run.count) * size]
                 if mirror is not None:
                     run = replace(run, mirror=MirrorPlace(mirror.offset + run.first * size, mirror.mirrored))
@@ -184,7 +184,7 @@ class EncodeStream:
         for transport in self._transports:
             if transport.takes(run):
                 return transport
-        raise DataLoss("rows came in a way that was not agreed on")
+        raise DataLoss("rows came in a way that was not negotiated")
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
@@ -255,18 +255,18 @@ def _run(event: Event) -> ArrivedRows | None:
 
 
 def _silent() -> Unavailable:
-    return Unavailable("the encoder has fallen silent", reason="ENCODER_SILENT")
+    return Unavailable("the encoder is silent", reason="ENCODER_SILENT")
 
 
 def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:
     """What a caller is told of a call to an encoder that broke. What gRPC says, not the encoder, is of the link, unless
     it is of the size of what was sent; so is what the encoder says of this service: no request is at fault there."""
     if is_too_large(error):
-        return InvalidInput("the item is larger than an encoder takes", reason="MEDIA_TOO_LARGE", field=field)
+        return InvalidInput("the item is larger than the encoder accepts", reason="MEDIA_TOO_LARGE", field=field)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # that of the stream; no caller's deadline goes to encoders
-        return Unavailable("an encoder took too long over an item", reason=ENCODER_SLOW, field=field)
+        return Unavailable("an encoder took too long to encode an item", reason=ENCODER_SLOW, field=field)
     if is_refused(error):  # one stream has ended here and, for a moment, not yet there, where the next one is too many
-        why = "an encoder has too many streams of this service"
+        why = "an encoder has too many streams from this service"
         return Exhausted(why, reason="TOO_MANY_CALLS", field=field, retry_after=0.1)
     stated = from_rpc_error(error)
     if stated.reason == CALLER_STALLED:  # it waited for us

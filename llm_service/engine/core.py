@@ -176,7 +176,7 @@ class EngineCore:
         tokens = sum(count for _, count in abandoned[0].work)
         if not self._scheduler.abandon(abandoned):
             raise error
-        _log.warning("too little memory for a step: all that runs begins anew, in smaller ones", tokens=tokens)
+        _log.warning("too little memory for a step: running requests begin anew, in smaller steps", tokens=tokens)
         self._steps.go_on()
         self._report_blocks()
 

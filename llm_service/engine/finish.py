@@ -29,7 +29,7 @@ def resumed_end(sequence: Sequence) -> str:
         check_length(sequence.prompt_tokens, sequence.max_length - embeds, "input", answered=not embeds)
     *earlier, last = sequence.output
     if not set(sequence.stop_ids).isdisjoint(earlier):
-        raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
+        raise InvalidInput("an answer cannot continue after its end", reason="BAD_RESUME", field="resume")
     ended = finish_reason(sequence, last)
     if isinstance(ended, InvalidInput):
         raise ended
@@ -51,12 +51,12 @@ def dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
         )
     if leaves_any(draw.allowed_mask, [token for token in draw.banned if token in sequence.stop_ids]):
         return InvalidInput(
-            "the structure of the answer, or of reasoning that is to end, allows nothing but what completes a bad word",
+            "the structure of the answer, or of reasoning that must end, allows only tokens that complete a bad word",
             reason="BAD_WORDS_UNAVOIDABLE",
             field="sampling.bad_words",
         )
     return InvalidInput(
-        "before min_tokens the structure of the answer allows nothing but tokens that end it",
+        "before min_tokens the structure of the answer allows only tokens that end it",
         reason="MIN_TOKENS_UNREACHABLE",
         field="sampling.min_tokens",
     )
@@ -73,7 +73,7 @@ def never_whole(rows: int) -> InvalidInput:
 
 def never_at_once(tokens: int, most: int) -> InvalidInput:
     """Refuses a prompt of so many tokens that no step can compute at once."""
-    why = "this model computes them at once, rows of media included, in a step, which has no room for more"
+    why = "this model computes a whole prompt, media included, in one step, which has no room for more"
     return too_long(f"{tokens} tokens > {most} maximum; {why}", "input")
 
 

@@ -109,10 +109,12 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     checkpoint = Checkpoint.resolve(settings.model)
     model = ServedModel.of(checkpoint, settings.hf)
     if settings.speculative_tokens and loaded.state_slots and not loaded.snapshot_slots:
-        raise CheckpointError("--speculative-tokens: there is no memory for states to go back to behind a wrong draft")
+        raise CheckpointError(
+            "--speculative-tokens: there is no memory for the states to return to after a wrong draft"
+        )
     if settings.kv_events and loaded.state_slots:
         raise CheckpointError(
-            "--kv-events is not for models whose layers keep states: blocks do not tell what is found"
+            "--kv-events is not for models whose layers keep states: cached blocks do not suffice there"
         )
     stop_ids, wake = end_tokens(checkpoint, model.vocab_size), Wake()
     structures = Structures(checkpoint, model.vocab_size, stop_ids, cache_bytes=settings.structure_cache_bytes)

@@ -295,7 +295,7 @@ class Structures:
         """A wish as a grammar in llguidance's own form, and compiled; raises InvalidInput where it makes no sense."""
         field = f"sampling.{structure.kind}"
         if self._tokenizer is None:
-            why = "the model's tokenizer is of a kind whose answers cannot be held to a structure"
+            why = "answers cannot be held to a structure with this kind of tokenizer"
             raise InvalidInput(why, reason="BAD_STRUCTURE", field=field)
         grammar = _grammar(structure)
         matcher = self._compiled(grammar)
@@ -351,7 +351,7 @@ def _tokenizer(settings: dict[str, Any], vocab_size: int, ends: list[int]) -> LL
     try:
         return LLTokenizer(json.dumps(settings), n_vocab=vocab_size, eos_token=ends or None)
     except ValueError as error:
-        _log.warning("no answer can be held to a structure, as the tokenizer is of another kind", cause=str(error))
+        _log.warning("answers cannot be held to a structure with this kind of tokenizer", cause=str(error))
         return None
 
 
@@ -417,9 +417,7 @@ class Matchers:
         try:
             matcher = self._structures.matcher(asked.form)
             if not all(map(matcher.consume_token, asked.output)):
-                raise InvalidInput(
-                    "the answer so far does not have the form that it must have", reason="BAD_RESUME", field="resume"
-                )
+                raise InvalidInput("the answer so far does not match its form", reason="BAD_RESUME", field="resume")
         except BaseException as error:  # noqa: BLE001 - it is raised where the matcher is asked for
             asked.future.set_exception(error)
         else:

@@ -278,7 +278,7 @@ class EngineClient:
             try:
                 child = await self._reserve.take()
             except OSError as error:  # a moment without memory, or descriptors, for one more process
-                _log.error("no process could be had for the engine", cause=error.strerror)
+                _log.error("no process could be started for the engine", cause=error.strerror)
             else:
                 served = await self._live(child)
             if self._first is not None and not self._first.done():
@@ -400,7 +400,7 @@ class EngineClient:
         elif first is not None:
             first.set_exception(CheckpointError(message.why))
         else:
-            _log.error("the engine cannot serve any more", cause=message.why)
+            _log.error("the engine can no longer serve", cause=message.why)
 
     def _take_adapter(self, message: AdapterRead) -> None:
         assert self._child is not None

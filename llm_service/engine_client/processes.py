@@ -103,5 +103,5 @@ class Watch(Watchdog):
         if not self._serves:
             return f"it was not ready after {self._start_seconds:g} seconds"
         if self._busy > self._step_seconds:
-            return f"it was not through with a step after {self._step_seconds:g} seconds"
+            return f"a step had not ended after {self._step_seconds:g} seconds"
         return "it is frozen"

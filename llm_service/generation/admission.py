@@ -106,7 +106,7 @@ class Admission:
     def enter(self) -> AdmissionTicket:
         """A place for a new request; raises Exhausted where there is none."""
         if self.open >= self.max_requests:
-            raise self._counted(Exhausted("too many requests are under way", reason="TOO_MANY_REQUESTS"))
+            raise self._counted(Exhausted("too many requests are being served", reason="TOO_MANY_REQUESTS"))
         if self.for_engine.requests >= self.max_waiting:
             raise self._counted(Exhausted("too many requests are waiting", reason="TOO_MANY_WAITING"))
         self.open += 1

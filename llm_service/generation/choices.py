@@ -46,7 +46,7 @@ class Choice:
         stop text."""
         for token in token_ids:
             if self.text.stopped is not None:
-                raise InvalidInput("an answer does not go on behind its end", reason="BAD_RESUME", field="resume")
+                raise InvalidInput("an answer cannot continue after its end", reason="BAD_RESUME", field="resume")
             self.words.push(self.text.push(token))
         self.words.take_turns()
         self.tokens, self.resumed = len(token_ids), token_ids

@@ -66,7 +66,7 @@ def quantised_weight(
     except KeyError as error:
         raise CheckpointError(f"{module} is quantised and has no {error.args[0]}") from None
     except ValueError as error:
-        raise CheckpointError(f"{module} is quantised in a way that is not served: {error}") from None
+        raise CheckpointError(f"{module} is quantised in an unsupported way: {error}") from None
 
 
 def _eight_bits(tensors: Mapping[str, Stored], scheme: Scheme, kind: str) -> EightBits:

@@ -228,7 +228,7 @@ async def _close(service: _Service, grace: float | None) -> None:
 def _other_blocks(request: Request) -> TwinlensError:
     """What is wrong with a service that gives other blocks than were asked for. Where it has another adapter under the
     name that was asked for, prompts without one are not to suffer by that."""
-    why = "a service gives other blocks than were asked for"
+    why = "a service sends other blocks than were requested"
     return DataLoss(why) if request.adapter is None else NotFound(why, reason="UNKNOWN_ADAPTER")
 
 

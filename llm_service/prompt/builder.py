@@ -282,7 +282,7 @@ class PromptBuilder:
         begin = len(ids) - tail - too_many if truncation.end else head
         end = begin + too_many
         if any(span.end > begin if truncation.end else span.start < end for span in layout.spans):
-            why = "a prompt is not cut within its media, or between them"
+            why = "a prompt cannot be cut within or between its media"
             raise InvalidInput(why, reason="CUTS_MEDIA", field="truncate_prompt_tokens")
         spans = layout.spans
         if not truncation.end:
@@ -305,7 +305,7 @@ class PromptBuilder:
     def _place(self, slot: MediaSlot, header: Header, ids: list[int], spans: list[Span]) -> None:
         """Appends an item's next run of rows. Raises DataLoss where an encoder has them stand for no token."""
         if not 0 <= slot.token < self.vocab_size:
-            raise DataLoss("an encoder has rows stand for a token that is none")
+            raise DataLoss("an encoder's rows stand for a token that does not exist")
         earlier = spans.pop().runs if spans and spans[-1].item == slot.item else ()
         first = earlier[-1].first_row + earlier[-1].count if earlier else 0
         run = Run(len(ids), first, slot.rows, slot.grid_rows)
@@ -489,4 +489,4 @@ def _showing_marks(settings: dict[str, Any]) -> Tokenizer:
     try:
         return Tokenizer.from_str(json.dumps({**settings, "added_tokens": added}))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise CheckpointError(f"tokenizer.json is not of a form that is known: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"tokenizer.json has an unknown form: {str(error).splitlines()[0]}") from error

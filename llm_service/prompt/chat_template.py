@@ -151,7 +151,9 @@ class ChatTemplate:
                 template._take_tools(cls(with_tools, variables, marks=marks))
             return template
         except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from error
+            raise CheckpointError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+            ) from error
 
     def may_think(self, prompt: ChatPrompt) -> bool:
         """Whether the model may begin an answer with reasoning, as far as its marks are known and nobody forbids it."""
@@ -214,13 +216,15 @@ class ChatTemplate:
             return self._rendered(messages, {**variables, "reasoning_effort": effort})
         except InvalidInput:
             self._rendered(messages, variables)  # where this goes well, it is the word
-            why = "the model's chat template knows no such effort"
+            why = "the model's chat template does not know this effort"
             raise InvalidInput(why, reason="BAD_EFFORT", field="chat.reasoning_effort") from None
 
     def _check(self, prompt: ChatPrompt) -> None:
         """Raises InvalidInput for what the template would leave out."""
         if prompt.tools and not self.knows_tools:
-            raise InvalidInput("the model's chat template knows no tools", reason="NO_TOOLS", field="chat.tools")
+            raise InvalidInput(
+                "the model's chat template does not support tools", reason="NO_TOOLS", field="chat.tools"
+            )
         self._check_thinking(prompt)
         if unknown := next((name for name in prompt.variables if name not in self._names), None):
             why = f"the model's chat template has no such variable: {unknown}"
@@ -234,21 +238,23 @@ class ChatTemplate:
                     f"a message's role must be one of {', '.join(ROLES)}", reason="UNKNOWN_ROLE", field=f"{field}.role"
                 )
             if (message.role == "tool" or message.tool_calls) and not self.knows_tools:
-                raise InvalidInput("the model's chat template knows no tools", reason="NO_TOOLS", field=field)
+                raise InvalidInput("the model's chat template does not support tools", reason="NO_TOOLS", field=field)
             if (message.tool_calls or message.reasoning) and message.role != "assistant":
-                raise InvalidInput("calls and reasoning are an assistant's", reason="BAD_TOOL", field=field)
+                raise InvalidInput("only an assistant message has calls and reasoning", reason="BAD_TOOL", field=field)
             if message.tool_call_id and message.role != "tool":
-                raise InvalidInput("the result of a call is a tool's", reason="BAD_TOOL", field=field)
+                raise InvalidInput("only a tool message has the result of a call", reason="BAD_TOOL", field=field)
 
     def _check_thinking(self, prompt: ChatPrompt) -> None:
         done_anyway = prompt.thinking is False and self.never_thinks
         if prompt.thinking is not None and not self.knows_thinking and not done_anyway:
             raise InvalidInput(
-                "the model's chat template leaves no choice of thinking", reason="NO_THINKING", field="chat.thinking"
+                "the model's chat template does not let requests choose thinking",
+                reason="NO_THINKING",
+                field="chat.thinking",
             )
         none = prompt.reasoning_effort == "none" and (self.knows_thinking or self.never_thinks)
         if prompt.reasoning_effort and not self.knows_effort and not none:
-            why = "the model's chat template leaves no choice of how much it thinks"
+            why = "the model's chat template does not let requests choose the effort"
             raise InvalidInput(why, reason="NO_THINKING", field="chat.reasoning_effort")
 
     def _message(self, message: Message, texts: CallerTexts) -> dict[str, Any]:

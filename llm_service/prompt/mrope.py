@@ -109,7 +109,7 @@ def _told_positions(ids: Sequence[int], spans: Sequence[Span], pinned: Collectio
             at, moved = at + 1, moved - 1
     out[:, at:] += moved
     if out.min(initial=0) < 0 or out.max(initial=0) > length + MAX_POSITION:
-        raise DataLoss("an encoder placed tokens before a prompt, or far behind it")
+        raise DataLoss("an encoder placed tokens before a prompt, or far after it")
     return out.astype(np.int32), int(out.max(initial=-1)) + 1 - length
 
 

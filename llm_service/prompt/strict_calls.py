@@ -36,7 +36,7 @@ def strict_calls(
         if not refuses:
             return None
         raise InvalidInput(
-            "calls as this model writes them cannot be held to a schema",
+            "this model's way of writing calls cannot be held to a schema",
             reason="NO_STRICT_TOOLS",
             field=f"chat.tools[{place}].strict",
         ) from None
@@ -49,7 +49,7 @@ def calls_or_form(
     """The grammar of an answer that has a form, or is calls. Raises InvalidInput where calls have a form that no
     grammar here describes, or the answer's form is no JSON Schema."""
     if form.kind != "json_schema":
-        why = "calls may stand in the place of an answer with a JSON Schema alone"
+        why = "calls can only replace an answer that has a JSON Schema"
         raise InvalidInput(why, reason="BAD_STRUCTURE", field=f"sampling.{form.kind}")
     try:
         schema = json.loads(form.text)
@@ -60,7 +60,7 @@ def calls_or_form(
         begin, grammar = _grammar(tools, template, tokens)
         marks = [f"<[{tokens[mark]}]>" for mark in (begin, *(_KIMI_SECTION if begin == _KIMI[0] else ()))]
     except KeyError:
-        why = "calls as this model writes them cannot stand in the place of an answer with a form"
+        why = "this model's way of writing calls cannot be combined with a form of the answer"
         raise InvalidInput(why, reason="NO_STRICT_TOOLS", field="chat.tools") from None
     mark, *section = marks
     calls = f"({mark} one_call GAP)+"

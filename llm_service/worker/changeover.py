@@ -59,6 +59,6 @@ class Changeover:
         self.over = found is not Readiness.WAITING
         if found is Readiness.THERE:
             selection.select(numba=True)
-            _log.info("our kernels compute from now on", seconds=round(self._clock() - self._begun, 1))
+            _log.info("our kernels are in use from now on", seconds=round(self._clock() - self._begun, 1))
         elif found is Readiness.FAILED:
-            _log.warning("torch goes on computing, more slowly, since a rank lacks our kernels")
+            _log.warning("torch continues to compute, more slowly, since a rank lacks our kernels")

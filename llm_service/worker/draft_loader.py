@@ -64,7 +64,7 @@ def load_draft_model(
     except CheckpointError as error:
         raise CheckpointError(f"--draft-model: {error}") from error
     if slot_bytes([mixer.cache_spec() for mixer in decoder.mixers()]):
-        raise CheckpointError("--draft-model: a model whose layers keep states cannot go back behind wrong drafts")
+        raise CheckpointError("--draft-model: a model whose layers keep states cannot undo wrong drafts")
     takes_rows = False
     if checkpoint.config.get("model_type") in FAMILIES:
         own = ServedModel.of(checkpoint)

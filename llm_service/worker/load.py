@@ -412,7 +412,7 @@ def check_small_cache(decoder: Decoder | HfDecoder, kept: CacheDtype) -> None:
         raise CheckpointError(f"--kv-cache-dtype {kept} is not for a text that transformers computes")
     for spec in (mixer.cache_spec() for mixer in decoder.mixers()):
         if isinstance(spec, IndexedKV):
-            raise CheckpointError(f"--kv-cache-dtype {kept} is not for layers that choose by an index what they see")
+            raise CheckpointError(f"--kv-cache-dtype {kept} is not for layers that choose tokens by an index")
         if isinstance(spec, PagedKV) and spec.values_in_keys:
             raise CheckpointError(f"--kv-cache-dtype {kept} is not for latent attention, whose cache is small")
         if kept is CacheDtype.INT8 and isinstance(spec, PagedKV) and spec.head_dim % SCALE_BYTES:
@@ -439,7 +439,7 @@ def _drafting(
     else:
         return None
     weights = describe(made.decoder, settings.weight_dtype or quantization_of(checkpoint.config))
-    _log.info("what proposes drafts is in memory", takes_rows=made.takes_rows, **msgspec.structs.asdict(weights))
+    _log.info("the draft model or head is in memory", takes_rows=made.takes_rows, **msgspec.structs.asdict(weights))
     return made
 
 
@@ -457,7 +457,7 @@ def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | 
     selection.select(numba=all_there)
     if all_there:
         return None
-    _log.info("our kernels are being compiled, torch computes meanwhile", kernels=len(missing))
+    _log.info("our kernels are being compiled; torch computes until then", kernels=len(missing))
     return Changeover(Compilation(missing) if missing else There())
 
 

@@ -156,7 +156,9 @@ def host_block_count(settings: EngineSettings, block_bytes: int, slot_bytes: int
     if not settings.kv_host_bytes:
         return 0
     if slot_bytes:
-        raise CheckpointError("--kv-host-bytes is not for a model whose layers keep states: blocks are nothing without")
+        raise CheckpointError(
+            "--kv-host-bytes is not for a model whose layers keep states: blocks are useless without them"
+        )
     count = group.all_reduce_min(settings.kv_host_bytes // block_bytes)
     if not count:
         raise CheckpointError(f"--kv-host-bytes is too small for this model: one KV block takes {block_bytes} bytes")

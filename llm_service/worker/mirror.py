@@ -143,4 +143,4 @@ def _close(region: str, mapping: Mapping) -> None:
     try:
         mapping.close()
     except DeviceMemoryError as error:
-        _log.warning("an encoder's device memory cannot be let go of", region=region, cause=str(error))
+        _log.warning("an encoder's device memory cannot be released", region=region, cause=str(error))

@@ -181,7 +181,7 @@ def test_what_the_llm_service_refuses_names_the_prompt(door: Trio) -> None:
     ):
         reply = door.post(PATH, body)
         assert (reply.status, reply.error["code"], reply.error["param"]) == (400, code, param)
-    with pytest.raises(openai.NotFoundError, match="no model of that name"):
+    with pytest.raises(openai.NotFoundError, match="no model has that name"):
         door.client.embeddings.create(model="another", input="x")
 
 

@@ -118,7 +118,7 @@ def test_another_service_is_told_what_is_there() -> None:
         assert (second.model, second.sampling) == ("demo", first.sampling)
         assert (second.chat, second.request_id) == (first.chat, first.request_id)
         logged = door.gateway.log.read_text()
-        assert "an answer goes on elsewhere" in logged
+        assert "an answer continues elsewhere" in logged
         assert "STREAM_INTERRUPTED" in logged
 
 
@@ -253,7 +253,7 @@ def test_one_that_does_not_come_back_is_waited_for_as_long_as_was_said() -> None
         script.cuts = [(2, vanish)]
         assert error(ask(door)) == "STREAM_INTERRUPTED"
         assert door.metric('handovers_total{outcome="no_service"}') == 1
-        assert "an answer goes on nowhere" in door.gateway.log.read_text()
+        assert "an answer cannot be continued" in door.gateway.log.read_text()
 
 
 @pytest.mark.parametrize("way", ["the caller leaves", "the request's time is over", "the gateway stops"])

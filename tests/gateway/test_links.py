@@ -258,7 +258,7 @@ def test_a_service_that_answers_nonsense_is_asked_again_and_each_new_cause_is_lo
         def causes() -> list[str]:
             return [each["cause"] for each in logged(service) if "an LLM service can" in each["event"]]
 
-        nonsense = "what it answers is no message of ours"
+        nonsense = "its answer is not one of our messages"
         until(lambda: causes() == [nonsense], "it is logged")
         said["GetInfo"] = v1.LlmServiceGetInfoResponse(model="demo").SerializeToString()
         until(lambda: causes() == [nonsense, "STARTING"], "it is asked again")
@@ -276,7 +276,7 @@ def logged(service: Service) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     ("listening", "cause"),
-    [(nobody, "nothing listens there"), (another_service, "what listens there is no LLM service")],
+    [(nobody, "nothing listens there"), (another_service, "what listens there is not an LLM service")],
 )
 def test_an_address_without_an_llm_service_is_logged_with_its_cause(
     listening: Callable[[], AbstractContextManager[str]], cause: str

@@ -466,7 +466,7 @@ def test_what_is_done_anyway_may_be_asked_for(script: Scripted, field: str) -> N
 @pytest.mark.parametrize("field", REFUSED)
 def test_a_field_that_is_refused_is_refused_by_name(script: Scripted, field: str) -> None:
     reply = script.post(PATH, {**ASK, field: REFUSED[field]})
-    assert refused(reply) == (400, "FIELD_NOT_SERVED", f"{field}: this field is not served")
+    assert refused(reply) == (400, "FIELD_NOT_SERVED", f"{field}: this field is not supported")
 
 
 def test_every_field_of_anthropics_is_served_accepted_or_refused() -> None:
@@ -534,7 +534,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "BAD_FIELD",
         "tool_choice.name",
     ),
-    "no tools": ({"tool_choice": {"type": "any"}}, "BAD_FIELD", "tool_choice names tools, and there are none"),
+    "no tools": ({"tool_choice": {"type": "any"}}, "BAD_FIELD", "tool_choice needs tools"),
     "a document": (
         {"messages": [said({"type": "document", "source": {"type": "text", "data": "x"}})]},
         "FIELD_NOT_SERVED",

@@ -131,7 +131,7 @@ def test_a_path_that_is_not_there_has_openais_shape(door: Trio, method: str, pat
 
 
 def test_a_path_says_which_methods_it_has(door: Trio) -> None:
-    assert door.post(CHAT, b"", method="GET").error["message"] == "this path has other methods: POST"
+    assert door.post(CHAT, b"", method="GET").error["message"] == "this path accepts only POST"
 
 
 HI = {"messages": [said("Hi")]}
@@ -180,7 +180,7 @@ def schema(**given: Any) -> dict[str, Any]:
             CHAT,
             {"messages": [said(picture("data:;base64,@@@@"))]},
             "messages[0].content[0]",
-            "what stands behind the comma of the data address is not base64",
+            "the part after the comma of the data address is not base64",
         ),
         (
             CHAT,
@@ -199,7 +199,7 @@ def schema(**given: Any) -> dict[str, Any]:
             "max_output_tokens",
             "max_output_tokens must be between 1 and",
         ),
-        ("/v1/files", {}, None, "what is served of OpenAI's API is below /v1"),
+        ("/v1/files", {}, None, "OpenAI's API is below /v1"),
     ],
 )
 def test_a_refusal_says_what_is_wanted_in_the_callers_words(
@@ -211,7 +211,7 @@ def test_a_refusal_says_what_is_wanted_in_the_callers_words(
 
 
 NO_BASE64 = picture("data:image/png;base64,@@@@")
-WHY = "what stands behind the comma of the data address is not base64"
+WHY = "the part after the comma of the data address is not base64"
 TURNS = [said("x"), said({"type": "text", "text": "y"}, NO_BASE64)]
 SOURCE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "@@@@"}}
 PLACES: list[tuple[str, dict[str, Any], str]] = [

@@ -34,7 +34,7 @@ def test_a_package_that_transformers_wants_is_named(
     monkeypatch.setattr(hf_models, "describe", describe)
     hf_models.main(tmp_path)
     answer = msgspec.json.decode(capsys.readouterr().out, type=Refusal)
-    assert answer.why == "transformers wants a package that is not installed here: timm"
+    assert answer.why == "transformers needs a package that is not installed here: timm"
 
 
 def test_a_configuration_that_makes_no_sense_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -149,5 +149,5 @@ def test_logits_of_two_ranks_are_those_of_one(
 
 
 def test_latents_in_8_bits_are_refused(served: Served) -> None:
-    with pytest.raises(CheckpointError, match="not for layers that choose by an index what they see"):
+    with pytest.raises(CheckpointError, match="not for layers that choose tokens by an index"):
         check_small_cache(served.engine().decoder, "int8")

@@ -57,7 +57,8 @@ def test_how_calls_and_reasoning_are_written_is_the_operator_s_to_say(qwen3: Pai
 
 
 @pytest.mark.parametrize(
-    ("template", "why"), [("", "--chat-template cannot be read"), ("{% if %}", "the chat template is no Jinja: line 1")]
+    ("template", "why"),
+    [("", "--chat-template cannot be read"), ("{% if %}", "the chat template is not valid Jinja: line 1")],
 )
 def test_a_file_that_is_none_ends_the_start_with_a_sentence(
     qwen3: Pair, tmp_path: Path, template: str, why: str

@@ -90,7 +90,7 @@ def test_a_prompt_may_come_in_each_form_that_has_no_answer(both: Pair) -> None:
     assert list(by_ids.values) == list(by_chat.values)
     text = both.text.embed(v1.TextInput(prompt=both.text.detokenize(*ids)))
     assert list(text.values) == list(by_chat.values)
-    with pytest.raises(ValueError, match="stands in a message"):
+    with pytest.raises(ValueError, match="put it in a message"):
         both.text.embed(v1.TranscriptionInput())
     for prompt, reason in (
         (v1.EmbedRequest(), "EMPTY_PROMPT"),

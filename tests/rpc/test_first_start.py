@@ -14,8 +14,8 @@ from tests.scrape import scrape
 from tests.waiting import until
 from twinlens import LlmClient, user
 
-MEANWHILE = "our kernels are being compiled, torch computes meanwhile"
-CHANGED = "our kernels compute from now on"
+MEANWHILE = "our kernels are being compiled; torch computes until then"
+CHANGED = "our kernels are in use from now on"
 COMPILER = "common.cpu.compile"
 BEFORE = "our kernels are compiled before this serves"
 

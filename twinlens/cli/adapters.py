@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
         help="a service to ask; repeatable, since each has adapters of its own (default: 127.0.0.1:7002)",
     )
     parser.add_argument(
-        "--unload", action="append", default=[], metavar="NAME", help="take a name away; repeatable, before any --load"
+        "--unload", action="append", default=[], metavar="NAME", help="remove a name; repeatable, before any --load"
     )
     parser.add_argument(
         "--load",

@@ -14,8 +14,8 @@ from twinlens.obstacles import Obstacle
 _UNEXPLAINED = {
     grpc.StatusCode.UNIMPLEMENTED: "; is it another service's address? Encoders listen on 7001, LLM services on 7002",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "; the pictures and videos of one request are too large together",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "; nothing came in time",
-    grpc.StatusCode.NOT_FOUND: "; no service of that name is there",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "; there was no answer in time",
+    grpc.StatusCode.NOT_FOUND: "; the server has no service of that name",
 }
 """What helps where gRPC itself ended a call."""
 
@@ -42,7 +42,7 @@ def _way_round(obstacle: Obstacle, endpoint: Endpoint, prefix: str) -> str:
         case Obstacle.NOBODY_LISTENS | Obstacle.UNKNOWN_HOST if not endpoint.names_port:
             return "an address is HOST:PORT, and this one names no port"
         case Obstacle.NOBODY_LISTENS:
-            return "is it started? Encoders listen on port 7001, LLM services on 7002, unless told otherwise"
+            return "is it started? By default encoders listen on port 7001, LLM services on 7002"
         case Obstacle.CLOSED if endpoint.tls is None:
             return f"for TLS say {prefix}ca-file, or {prefix}tls where its certificate is a public one"
         case Obstacle.CLOSED if endpoint.tls is not None and endpoint.tls.cert_file:

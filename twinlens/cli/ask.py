@@ -46,9 +46,9 @@ _SAMPLING = (
 _ANY_OBJECT = '{"type": "object"}'
 
 _PENALTIES = {
-    "repetition": "above 1: tokens that were there before, the prompt's too, become less likely",
-    "presence": "above 0: tokens that the answer has already become less likely",
-    "frequency": "above 0: the more so, the more often it has them",
+    "repetition": "above 1: earlier tokens, also the prompt's, become less likely",
+    "presence": "above 0: tokens already in the answer become less likely",
+    "frequency": "above 0: the same, in proportion to how often they occur",
 }
 
 
@@ -59,26 +59,28 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("question", help="the question; - reads it from standard input")
     add_media_flags(parser)
     parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
-    parser.add_argument("--session", metavar="NAME", default="", help="keep what it uses for the next one of that name")
+    parser.add_argument(
+        "--session", metavar="NAME", default="", help="keep its caches for the next question of that session"
+    )
     parser.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
-        help="whether the model thinks first, where its chat template leaves that open",
+        help="whether the model thinks first, if its chat template lets you choose",
     )
     parser.add_argument(
         "--reasoning-effort",
         metavar="WORD",
         default="",
-        help="how much the model thinks, where its chat template leaves that open: none, minimal, low, medium, high, …",
+        help="how much the model thinks, if its chat template lets you choose: none, minimal, low, medium, high, …",
     )
     parser.add_argument(
         "--template-variables", metavar="JSON", type=_object, help="more variables of the chat template, an object"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json-object", action="store_true", help="the answer is a JSON object, whichever")
+    form.add_argument("--json-object", action="store_true", help="the answer is any JSON object")
     form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that follows this schema")
     add_output_flags(parser)
-    _add_sampling(parser.add_argument_group("sampling", "what is not given is left to the model's own settings"))
+    _add_sampling(parser.add_argument_group("sampling", "by default, the model's own settings"))
     add_preprocessing_flags(parser)
     add_flags(parser)
 
@@ -102,9 +104,11 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; repeatable")
     group.add_argument(
-        "--include-stop-str-in-output", action="store_const", const=True, help="the answer has the text that ends it"
+        "--include-stop-str-in-output", action="store_const", const=True, help="include the stop text in the answer"
     )
-    group.add_argument("--bad-words", action="append", metavar="TEXT", help="the answer does not have it; repeatable")
+    group.add_argument(
+        "--bad-words", action="append", metavar="TEXT", help="keep this text out of the answer; repeatable"
+    )
     for name, whose in (("logprobs", "the answer's"), ("prompt-logprobs", "the prompt's")):
         shown = f"then print how likely {whose} tokens were, and N of the likeliest, to standard error"
         group.add_argument(f"--{name}", type=int, metavar="N", help=shown)

@@ -43,10 +43,10 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run, address="")
     parser.add_argument("input", metavar="IN", help="a request a line, with custom_id, method, url and body; -: stdin")
     parser.add_argument(
-        "output", metavar="OUT", help="an answer a line, as they come; what is there is kept; -: stdout"
+        "output", metavar="OUT", help="an answer a line, as they come; existing lines are kept; -: stdout"
     )
     parser.add_argument("--gateway", metavar="URL", default="http://127.0.0.1:8000", help="default: %(default)s")
-    parser.add_argument("--model", metavar="NAME", help="for requests that name none")
+    parser.add_argument("--model", metavar="NAME", help="for requests without one")
     at_once = bounded(int, 1, 1024)
     parser.add_argument("--concurrency", type=at_once, metavar="N", default=32, help="at a time (default: %(default)d)")
     tries = bounded(int, 1, 100)
@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token (or set TWINLENS_TOKEN)")
     parser.add_argument("--plaintext-token", action="store_true", help="send it over http, on a network that you trust")
-    parser.add_argument("--ca-file", metavar="PEM", help="of an https gateway, trusting these roots alone")
+    parser.add_argument("--ca-file", metavar="PEM", help="for an https gateway, trusting only these roots")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,7 +101,7 @@ def _jobs(lines: BinaryIO) -> Iterator[_Job]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of the input: {error}") from error
         if job.id in seen:
-            raise ValueError(f"line {number} of the input: the custom_id {job.id} was there before")
+            raise ValueError(f"line {number} of the input: the custom_id {job.id} appeared before")
         seen.add(job.id)
         yield job
 
@@ -110,12 +110,12 @@ def _job(told: Any) -> _Job:
     if not isinstance(told, dict) or not isinstance(told.get("custom_id"), str) or not told["custom_id"]:
         raise ValueError("it has no custom_id")
     if told.get("method", "POST") != "POST" or not _is_path(told.get("url")):
-        raise ValueError("its method has to be POST, and its url a path such as /v1/chat/completions")
+        raise ValueError("its method must be POST, and its url a path such as /v1/chat/completions")
     body = told.get("body")
     if type(body) is not dict:
-        raise ValueError("its body is no object")
+        raise ValueError("its body is not an object")
     if body.get("stream"):
-        raise ValueError("an answer in a batch is no stream")
+        raise ValueError("a batch cannot stream answers")
     return _Job(told["custom_id"], told["url"], body)
 
 
@@ -215,7 +215,7 @@ def _stays(path: Path, line: bytes, ids: set[str], answered: set[str]) -> bool:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         if not line.endswith(b"\n") and line.startswith(_BEGINS[: len(line)]):  # the end of a command that was killed
             return False
-        raise ValueError(f"{path} is no output of this command") from error
+        raise ValueError(f"{path} is not an output of this command") from error
     if not known:
         return True
     stays = fine and found not in answered
@@ -238,7 +238,7 @@ class _Gateway:
     def of(cls, arguments: argparse.Namespace) -> _Gateway:
         url = urllib.parse.urlsplit(arguments.gateway)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"--gateway {arguments.gateway} is no http or https address")
+            raise ValueError(f"--gateway {arguments.gateway} is not an http or https address")
         if url.username is not None or url.query or url.fragment or not _is_path(url.path or "/"):
             raise ValueError(f"--gateway {arguments.gateway} is more than an address and a path")
         headers = {"content-type": "application/json", "user-agent": f"twinlens-batch/{__version__}"}

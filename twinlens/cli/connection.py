@@ -20,7 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="send the token without TLS, over a network that you trust",
     )
     group.add_argument("--tls", action="store_true", help="use TLS, trusting the public roots")
-    group.add_argument("--ca-file", metavar="PEM", help="use TLS, trusting these roots alone")
+    group.add_argument("--ca-file", metavar="PEM", help="use TLS, trusting only these roots")
     group.add_argument("--cert-file", metavar="PEM", help="client certificate, with --key-file")
     group.add_argument("--key-file", metavar="PEM", help="private key of --cert-file")
     group.add_argument("--server-name", metavar="NAME", help="name expected in the service's certificate")
@@ -30,13 +30,13 @@ def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for encoders that are reached in another way than the LLM service."""
     group = parser.add_argument_group(
         "connection to the encoders",
-        "what is not given is as for the LLM service; a certificate and its key go together",
+        "defaults: as for the LLM service; a certificate and its key go together",
     )
     group.add_argument("--encoder-token-file", metavar="FILE", help="file with their bearer token")
     how = group.add_mutually_exclusive_group()
     how.add_argument("--encoder-tls", action="store_true", default=None, help="use TLS, trusting the public roots")
-    how.add_argument("--encoder-plaintext", action="store_true", help="use no TLS, though the LLM service has it")
-    group.add_argument("--encoder-ca-file", metavar="PEM", help="use TLS, trusting these roots alone")
+    how.add_argument("--encoder-plaintext", action="store_true", help="use no TLS, although the LLM service does")
+    group.add_argument("--encoder-ca-file", metavar="PEM", help="use TLS, trusting only these roots")
     group.add_argument("--encoder-cert-file", metavar="PEM", help="client certificate, with --encoder-key-file")
     group.add_argument("--encoder-key-file", metavar="PEM", help="private key of --encoder-cert-file")
     group.add_argument("--encoder-server-name", metavar="NAME", help="name expected in their certificates")

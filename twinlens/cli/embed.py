@@ -18,9 +18,9 @@ def add_parser(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser("embed", help="embed texts, pictures, videos and sounds", description=__doc__)
     parser.set_defaults(run=run)
-    parser.add_argument("text", nargs="?", help="stands behind what is shown; - reads it from standard input")
+    parser.add_argument("text", nargs="?", help="follows the media; - reads it from standard input")
     add_media_flags(parser)
-    parser.add_argument("--dimensions", type=int, metavar="N", help="the leading numbers alone")
+    parser.add_argument("--dimensions", type=int, metavar="N", help="keep only the leading numbers")
     parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")
     parser.add_argument(
         "--timeout",

@@ -32,14 +32,14 @@ def add_media_flags(parser: argparse.ArgumentParser) -> None:
             metavar="F",
             help=f"{what}: a file, or an http(s) address; repeatable",
         )
-    parser.add_argument("--system", metavar="TEXT", help="an instruction that stands over the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="an instruction before the conversation")
 
 
 def add_preprocessing_flags(parser: argparse.ArgumentParser) -> None:
     """Adds those that say how media are preprocessed."""
     group = parser.add_argument_group("preprocessing")
     group.add_argument(
-        "--min-pixels", type=int, metavar="N", help="least area after resizing, of a video that of all frames"
+        "--min-pixels", type=int, metavar="N", help="least area after resizing; for a video, of all frames"
     )
     group.add_argument("--max-pixels", type=int, metavar="N", help="greatest area, likewise")
     group.add_argument("--fps", type=float, metavar="R", help="frames taken of each second of video")

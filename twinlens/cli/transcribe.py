@@ -16,10 +16,12 @@ from twinlens.v1 import GenerateRequest, GenerateResponse, SamplingParams
 
 def add_parser(commands: Any) -> None:
     """Adds the command."""
-    parser = commands.add_parser("transcribe", help="write down what is said in a sound", description=__doc__)
+    parser = commands.add_parser("transcribe", help="transcribe a sound", description=__doc__)
     parser.set_defaults(run=run)
     parser.add_argument("sound", metavar="F", help="a sound or video: a file, or an http(s) address")
-    parser.add_argument("--language", metavar="L", default="", help="what is spoken: fr, or French; else found out")
+    parser.add_argument(
+        "--language", metavar="L", default="", help="what is spoken: fr, or French; by default detected"
+    )
     parser.add_argument("--prompt", metavar="TEXT", default="", help="names and words to expect")
     parser.add_argument("--turns", action="store_true", help="a line for each turn: its seconds, who speaks, the words")
     parser.add_argument("--llm", dest="address", metavar="ADDR", default="127.0.0.1:7002", help="default: %(default)s")

@@ -44,7 +44,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
         raise OSError("no route to the hub\nPlease check your connection")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(CheckpointError, match=r"^some/model is no folder here, .*: no route to the hub$"):
+    with pytest.raises(CheckpointError, match=r"^some/model is not a folder here, .*: no route to the hub$"):
         Checkpoint.resolve("some/model")
 
 
@@ -97,7 +97,7 @@ def test_a_model_is_called_what_the_command_line_calls_it(
 def test_a_revision_is_one_of_the_hubs(folder: Path, hub: Callable[[Path], Path]) -> None:
     snapshot = hub(folder)
     assert Checkpoint.resolve("a/model", "v2").folder == snapshot
-    with pytest.raises(CheckpointError, match="a/model is no folder here, and cannot be fetched: there is no v3"):
+    with pytest.raises(CheckpointError, match="a/model is not a folder here, and cannot be fetched: there is no v3"):
         Checkpoint.resolve("a/model", "v3")
     with pytest.raises(CheckpointError, match="--revision is for names on the hub"):
         Checkpoint.resolve(str(folder), "v2")

@@ -248,7 +248,7 @@ def test_the_ports_are_those_of_the_contract(kind: type[EncoderConfig | LlmConfi
         (["--model=m", "--encoder-token=sekrét"], "a token is one line"),
         (["--model=m", "--encoder-ca=/no/such/file"], "/no/such/file cannot be read"),
         (["--model=m", "--device=cuda:0"], "--device cuda:0: no GPU"),
-        (["--model=m", "--device=gpu"], "--device gpu is none of cpu, cuda and cuda:N"),
+        (["--model=m", "--device=gpu"], "--device gpu is not cpu, cuda or cuda:N"),
         (["--model=m", "--max-message-bytes=2g"], "--max-message-bytes"),
         (["--model=m", "--encoders=h:70000"], "--encoders: h:70000"),
         (["--model=m", "--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:70000"], "--rendezvous"),
@@ -265,15 +265,15 @@ def test_options_of_the_llm_service_that_contradict_each_other_are_refused(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"tls-cert": "key.pem", "tls-key": "key.pem"}, "--tls-cert {}/key.pem holds a private key, where cert"),
-        ({"tls-cert": "cert.pem", "tls-key": "cert.pem"}, "--tls-key {}/cert.pem holds a certificate, where a private"),
+        ({"tls-cert": "key.pem", "tls-key": "key.pem"}, "--tls-cert {}/key.pem must hold certificates"),
+        ({"tls-cert": "cert.pem", "tls-key": "cert.pem"}, "--tls-key {}/cert.pem must hold a private key"),
         ({"tls-cert": "cert.pem", "tls-key": "none.pem"}, "--tls-key {}/none.pem cannot be read: No such file"),
         ({"tls-cert": "cert.pem", "tls-key": "other.pem"}, "and --tls-key {}/other.pem are not of one pair"),
         (
             {"tls-cert": "cert.pem", "tls-key": "key.pem", "tls-client-ca": "key.pem"},
-            "--tls-client-ca {}/key.pem holds a private key, where certificates are wanted",
+            "--tls-client-ca {}/key.pem must hold certificates, and holds a private key",
         ),
-        ({"encoder-ca": "key.pem"}, "--encoder-ca {}/key.pem holds a private key, where certificates are wanted"),
+        ({"encoder-ca": "key.pem"}, "--encoder-ca {}/key.pem must hold certificates, and holds a private key"),
         (
             {"encoder-ca": "cert.pem", "encoder-cert": "cert.pem", "encoder-key": "other.pem"},
             "--encoder-cert {0}/cert.pem and --encoder-key {0}/other.pem are not of one pair",

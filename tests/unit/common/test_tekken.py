@@ -81,7 +81,7 @@ def test_a_checkpoint_has_the_tokenizer_that_it_is_stored_with(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"has no tokenizer.json"):
         Checkpoint(tmp_path).tokenizer()
     (tmp_path / "tekken.json").write_text(json.dumps({"config": {}}))
-    with pytest.raises(CheckpointError, match=r"tekken.json is not of a form that is known"):
+    with pytest.raises(CheckpointError, match=r"tekken.json is not in a known form"):
         Checkpoint(tmp_path).tokenizer()
     (tmp_path / "tekken.json").write_text(json.dumps(FILE))
     assert json.loads(Checkpoint(tmp_path).tokenizer()) == tekken.tokenizer_settings(FILE)

@@ -155,7 +155,7 @@ async def test_an_address_that_gives_something_else_by_then_is_told_as_that(monk
 
 
 async def test_rows_that_are_made_otherwise_than_the_header_said_are_not_sent_behind_it(monkeypatch, server):
-    """Replicas with other limits, say, may share a store: the rows that were told of are lost, and ours are others."""
+    """Replicas with other limits, say, may share a store: the announced rows are lost, and new ones would differ."""
     async with shared_picture(monkeypatch, server) as (made, _, key):
         made.pipeline.media.decoders.seen = Inspection(112, 112)
         with pytest.raises(Unavailable) as error:

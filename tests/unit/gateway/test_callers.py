@@ -58,14 +58,14 @@ def test_callers_of_different_names_have_no_salt_in_common(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("alice\t\n", "a caller's name stands there without a token"),
+        ("alice\t\n", "a caller's name has no token"),
         ("alice\ta\tb\n", "one line of ASCII"),
         ("alice\tsekr\u00e9t\n", "one line of ASCII"),
         ("al ice\tx\n", "1 to 64 letters"),
         ("\u00e9\tx\n", "1 to 64 letters"),
         ("a" * 65 + "\tx\n", "1 to 64 letters"),
-        ("alice\tx\nbob\tx\n", "one token is of two callers"),
-        ("alice\tx\nx\n", "one token is of two callers"),
+        ("alice\tx\nbob\tx\n", "two callers have the same token"),
+        ("alice\tx\nx\n", "two callers have the same token"),
         (" \n\t\n", "holds no token"),
     ],
 )

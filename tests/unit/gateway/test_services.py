@@ -92,8 +92,8 @@ def test_a_call_that_grpc_does_not_take_is_one_too_many(begun: bool, kind: type[
 
 
 async def test_a_service_that_says_that_it_has_too_many_calls_is_there() -> None:
-    status = media_pb2.Status(code=8, message="too many calls are under way", reason="TOO_MANY_CALLS")
-    stub = Stub(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls are under way", status.SerializeToString())
+    status = media_pb2.Status(code=8, message="too many calls are being served", reason="TOO_MANY_CALLS")
+    stub = Stub(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls are being served", status.SerializeToString())
     service = service_of(stub)
     for _ in range(40):
         await service.look(())

@@ -127,7 +127,7 @@ class ScriptedEncoder(v1.EncoderServiceServicer):
         self.calls.append(call)
         self.deadlines.append(context.time_remaining())
         if request.digest != self.digest:
-            raise Unavailable("the encoder serves another model than is meant", reason="OTHER_MODEL")
+            raise Unavailable("the encoder serves another model than the caller expects", reason="OTHER_MODEL")
         self.open += 1
         try:
             await current().accept(context)

@@ -214,7 +214,7 @@ async def test_a_service_without_encoders_says_so_at_once() -> None:
         (UNAVAILABLE, "… in-progress write (ping timeout) (goaway sent)", PLAIN, "nothing answers there"),
         (UNAVAILABLE, "something else", PLAIN, "UNAVAILABLE: something else"),
         (grpc.StatusCode.UNAUTHENTICATED, "", PLAIN, "--encoder-token-file"),
-        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", PLAIN, "it is no encoder"),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", PLAIN, "it is not an encoder"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", PLAIN, "DEADLINE_EXCEEDED"),
     ],
 )
@@ -248,4 +248,4 @@ async def test_of_an_address_where_nothing_answers_that_is_told(
             await stub.GetInfo(encoder_pb2.EncoderServiceGetInfoRequest(), timeout=180)
         await channel.close()
     said = trouble(caught.value.code(), caught.value.details() or "", PLAIN)
-    assert said == "nothing answers there, as behind a firewall or on a host that is gone"
+    assert said == "nothing answers there, as behind a firewall or on a dead host"

@@ -136,7 +136,7 @@ def test_where_one_rank_fails_torch_goes_on_and_that_is_said_once(monkeypatch: p
     for _ in range(3):
         executor.launch(NOTHING)
     assert rank.steps == [False] * 3
-    assert said == ["torch goes on computing, more slowly, since a rank lacks our kernels"]
+    assert said == ["torch continues to compute, more slowly, since a rank lacks our kernels"]
     assert sum(isinstance(msgspec.msgpack.decode(told, type=RankMessage), ChangeOver) for told in wire.told) == 1
 
 

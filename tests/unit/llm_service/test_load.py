@@ -186,7 +186,7 @@ def test_the_host_keeps_blocks_where_it_is_told_to(checkpoints: Callable[..., Pa
 @pytest.mark.parametrize(
     ("specs", "named"),
     [
-        ([PagedKV(4, 2, 64), IndexedKV(PagedKV(4, 2, 64), 32)], "choose by an index"),
+        ([PagedKV(4, 2, 64), IndexedKV(PagedKV(4, 2, 64), 32)], "choose tokens by an index"),
         ([PagedKV(4, 1, 40, values_in_keys=32)], "latent attention"),
         ([PagedKV(4, 2, 63)], "a multiple of 4 numbers"),
     ],

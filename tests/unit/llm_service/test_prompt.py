@@ -358,7 +358,7 @@ def test_rows_that_an_encoder_has_stand_for_a_token_that_is_none_are_not_laid_ou
 def test_a_tokenizer_of_an_unknown_form_is_told_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "newer")
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "Newer", "vocab": {}}}))
-    with pytest.raises(CheckpointError, match=r"^tokenizer.json is not of a form that is known: [^\n]+$"):
+    with pytest.raises(CheckpointError, match=r"^tokenizer.json has an unknown form: [^\n]+$"):
         PromptBuilder(Checkpoint(folder))
 
 

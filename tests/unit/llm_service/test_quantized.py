@@ -241,7 +241,7 @@ def test_a_missing_part_is_named(missing: str, tmp_path: Path) -> None:
 )
 def test_parts_that_do_not_fit_are_refused(form: str, part: str, other: Tensor, tmp_path: Path) -> None:
     config, tensors, _ = made(form)
-    with pytest.raises(CheckpointError, match="m is quantised in a way that is not served"):
+    with pytest.raises(CheckpointError, match="m is quantised in an unsupported way"):
         list(load_weights(write(tmp_path / "model", config, tensors | {part: other}), lambda name: name))
 
 

@@ -190,7 +190,7 @@ def test_without_a_tokenizer_that_structures_know_none_is_taken(checkpoint: Path
     settings = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(settings | {"decoder": {"type": "Fuse"}}))
     structures = Structures(Checkpoint(folder), VOCABULARY, [0])
-    with pytest.raises(InvalidInput, match="of a kind whose answers cannot be held") as refused:
+    with pytest.raises(InvalidInput, match="answers cannot be held to a structure") as refused:
         structures.compile(Structure("regex", "a"))
     assert refused.value.field == "sampling.regex"
     bound = structures.matcher(Form("", thinking_bound=ThinkingBound(0, (5,), 7, opened=True)))

@@ -175,7 +175,7 @@ def test_not_to_think_may_be_asked_of_a_template_that_never_does() -> None:
     prompt = ChatPrompt((Message("user", ("hi",)),), thinking=False)
     assert ChatTemplate("{{ messages[0].content }}", {}).render(prompt) == [("hi", True)]
     always = ChatTemplate("{{ messages[0].content }}<think>", {})
-    with pytest.raises(InvalidInput, match="no choice of thinking"):
+    with pytest.raises(InvalidInput, match="not let requests choose thinking"):
         always.render(prompt)
 
 

@@ -61,5 +61,5 @@ def test_a_package_that_a_checkpoint_cannot_be_made_without_is_named(monkeypatch
     monkeypatch.setattr(models, "make", lacking)
     (row,) = models.rows(["granite_speech"], models.by_services)
     assert row == Row(
-        "granite_speech", "unknown", "transformers wants a package that is not installed here: torchaudio"
+        "granite_speech", "unknown", "transformers needs a package that is not installed here: torchaudio"
     )

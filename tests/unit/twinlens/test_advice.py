@@ -81,7 +81,8 @@ def said(capsys: pytest.CaptureFixture[str], address: str, *flags: object) -> st
 
 def test_nobody_there(capsys) -> None:
     line = said(capsys, f"{HERE}:1")
-    assert line.startswith("nothing listens there; is it started? Encoders listen on port 7001, LLM services on 7002")
+    advice = "is it started? By default encoders listen on port 7001, LLM services on 7002"
+    assert line.startswith(f"nothing listens there; {advice}")
 
 
 def test_a_plain_client_at_a_tls_port(capsys, wants_tls: str, papers: Path) -> None:
@@ -102,7 +103,7 @@ def test_tls_at_a_plain_port(capsys, llm_address: str, papers: Path) -> None:
 @pytest.mark.parametrize("roots", ["others.pem", None])
 def test_other_roots(capsys, wants_tls: str, papers: Path, roots: str | None) -> None:
     line = said(capsys, wants_tls, *(["--ca-file", papers / roots] if roots else ["--tls"]))
-    assert line.startswith("its certificate is not signed by the roots that are trusted; --ca-file")
+    assert line.startswith("its certificate is not signed by trusted roots; --ca-file")
 
 
 def test_another_name(capsys, papers: Path) -> None:
@@ -119,7 +120,7 @@ def test_the_client_says_it_as_well(wants_tls: str) -> None:
     with LlmClient(wants_tls) as client, pytest.raises(NotReachableError) as caught:
         client.get_info()
     assert caught.value.obstacle is Obstacle.CLOSED
-    assert str(caught.value).startswith("UNAVAILABLE: the connection was closed at once, as where TLS")
+    assert str(caught.value).startswith("UNAVAILABLE: the connection was closed at once, as if TLS")
 
 
 def test_what_grpc_says_of_nothing_that_is_known_is_shown(capsys) -> None:
@@ -146,7 +147,7 @@ def test_the_file_that_is_refused_is_named(capsys, llm: FakeLlm, llm_address: st
 def test_a_service_that_is_not_there(capsys, llm_address: str) -> None:
     with serving(llm=FakeLlm(), handlers=(_health(grpc.StatusCode.NOT_FOUND),)) as address:
         assert main(["health", address, "--service", "nobody"]) == 1
-    assert "no service of that name is there" in capsys.readouterr().err
+    assert "the server has no service of that name" in capsys.readouterr().err
 
 
 def _health(code: grpc.StatusCode) -> grpc.GenericRpcHandler:
@@ -174,17 +175,17 @@ def test_the_port_of_the_other_service(capsys, encoder_address: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--ca-file", "cert.key"], "--ca-file {}/cert.key holds a private key, where certificates are wanted"),
-        (["--ca-file", "token"], "--ca-file {}/token holds no PEM certificate, where certificates are wanted"),
+        (["--ca-file", "cert.key"], "--ca-file {}/cert.key must hold certificates, and holds a private key"),
+        (["--ca-file", "token"], "--ca-file {}/token must hold certificates, and holds no PEM certificate"),
         (["--ca-file", "none.pem"], "--ca-file {}/none.pem: No such file or directory"),
         (["--cert-file", "cert.pem"], "--cert-file and --key-file go together"),
         (
             ["--cert-file", "cert.key", "--key-file", "cert.pem"],
-            "--cert-file {}/cert.key holds a private key, where certificates are wanted",
+            "--cert-file {}/cert.key must hold certificates, and holds a private key",
         ),
         (
             ["--cert-file", "cert.pem", "--key-file", "ca.pem"],
-            "--key-file {}/ca.pem holds a certificate, where a private key is wanted",
+            "--key-file {}/ca.pem must hold a private key, and holds a certificate",
         ),
         (
             ["--cert-file", "cert.pem", "--key-file", "else.key"],

@@ -182,14 +182,14 @@ def test_a_command_that_was_ended_goes_on_where_it_stopped(tmp_path: Path) -> No
     ("lines", "says"),
     [
         ([line(1), "{"], "line 2 of the input"),
-        ([line(1), line(1)], "line 2 of the input: the custom_id 1 was there before"),
-        ([line(1, stream=True)], "an answer in a batch is no stream"),
+        ([line(1), line(1)], "line 2 of the input: the custom_id 1 appeared before"),
+        ([line(1, stream=True)], "a batch cannot stream answers"),
         ([{**line(1), "custom_id": 5}], "it has no custom_id"),
-        ([{**line(1), "method": "GET"}], "its method has to be POST"),
+        ([{**line(1), "method": "GET"}], "its method must be POST"),
         ([{**line(1), "url": "http://elsewhere/"}], "its url a path"),
         ([{**line(1), "url": "/v1/çhat"}], "its url a path"),
         ([{**line(1), "url": "/v1/chat completions"}], "its url a path"),
-        ([{**line(1), "body": "x"}], "its body is no object"),
+        ([{**line(1), "body": "x"}], "its body is not an object"),
         (["[" * 100_000], "line 1 of the input"),
     ],
 )

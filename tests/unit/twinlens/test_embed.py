@@ -43,7 +43,7 @@ def test_every_form_of_a_prompt_but_a_transcription_can_be_embedded(llm: FakeLlm
         for wrong in ({"dimensions": 1}, {"cache_salt": "mine"}):
             with pytest.raises(ValueError, match="inside the EmbedRequest"):
                 client.embed(whole, **wrong)
-        with pytest.raises(ValueError, match="stands in a message"):
+        with pytest.raises(ValueError, match="put it in a message"):
             client.embed(v1.TranscriptionInput())
     chat = v1.ChatInput(messages=[user("Hello")])
     assert llm.to_embed == [v1.EmbedRequest(chat=chat), v1.EmbedRequest(tokens=ids), v1.EmbedRequest(text=text), whole]

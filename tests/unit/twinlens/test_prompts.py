@@ -126,7 +126,7 @@ def test_what_a_chat_template_is_told_goes_with_a_conversation_alone(name: str) 
     assert (json.loads(value) if name == "template_variables" else value) == OF_TEMPLATES[name]
     assert generate_request(request.chat).chat == request.chat, "a conversation that says so already keeps it"
     assert request.return_prompt_token_ids
-    with pytest.raises(ValueError, match="they go with a conversation"):
+    with pytest.raises(ValueError, match="need a conversation"):
         generate_request(v1.TokensInput(ids=[1]), **given)
 
 
