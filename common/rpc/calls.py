@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import grpc
 
 from common import errors, log, tasks, tracing
+from common.deadlines import has_run_out
 from common.errors import CALLER_STALLED
 from common.rpc.auth import BearerToken
 from common.rpc.request_budget import RequestBudget
@@ -27,6 +28,9 @@ _TRACED = ("Generate", "Embed", "Encode", "Prefetch", "Prefill")
 """Calls that are part of what somebody asked for; the rest is housekeeping."""
 _EXPECTED = ("OK", "STARTING", "STOPPING", "ENGINE_UNAVAILABLE")
 """Ends of housekeeping that fill no log: it is asked again and again, and an engine's end is told by its owner."""
+
+_CANCELLED, _TOO_LATE = _LEFT = ("CANCELLED", "DEADLINE_EXCEEDED")
+"""Ends of a call by its caller, or by the deadline that he has set."""
 
 _log = log.get("rpc")
 
@@ -222,21 +226,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                         self._check_open(context)
                         answer = await _answer(method, requests, context, run)
                     except _CallerLeft:
-                        outcome = "CANCELLED"
+                        outcome = self._left(context, started)
                     except Exception as error:
                         if isinstance(error, grpc.aio.AbortError):
                             raise
                         ending = self._failed(error)
                         outcome = ending.reason
                     except asyncio.CancelledError:
-                        outcome = call.ending.reason if call.ending else "CANCELLED"
+                        outcome = call.ending.reason if call.ending else self._left(context, started)
                         ending = self._cancelled(call)
                     # Not while an error is handled: gRPC keeps that with which a call ends in a circle, and behind it
                     # what was handled, with every frame that it came through and all that these hold.
                     if ending is not None:
                         call.answered = True
                         await fail(context, errors.without_traces(ending))
-                    if outcome == "CANCELLED":
+                    if outcome in _LEFT:
                         raise asyncio.CancelledError
                     return answer
                 finally:
@@ -251,6 +255,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     (_log.debug if housekeeping else _log.info)("call", outcome=outcome, seconds=seconds)
 
         return serve
+
+    def _left(self, context: Context, started: float) -> str:
+        """How a call has ended whose caller is gone: where his time was up, in an error that he has got."""
+        if not has_run_out(time.perf_counter() - started, context.time_remaining()):
+            return _CANCELLED
+        self.on_error(_TOO_LATE)
+        return _TOO_LATE
 
     def _failed(self, error: Exception) -> errors.TwinlensError:
         """What a caller is told of an error in the handling of his call."""

@@ -136,11 +136,14 @@ class Generator:
                     job.see(event, meter)
                     yield event
             outcome = "finished"
-        except (GeneratorExit, Cancelled):
+        except Cancelled:
             outcome = "cancelled"
             raise
+        except GeneratorExit:
+            outcome = job.outcome_of_leaving(request.deadline)
+            raise
         except asyncio.CancelledError:
-            outcome = "cancelled"
+            outcome = job.outcome_of_leaving(request.deadline)
             if job.task is None or not job.aborted or job.engine_request is not None:
                 raise
             job.task.uncancel()

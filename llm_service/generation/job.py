@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 from common import log
+from common.deadlines import has_run_out
 from common.errors import Cancelled
 from common.stages import seconds_of
 from llm_service.engine_client.engine_request import EngineRequest
@@ -47,6 +49,12 @@ class Job:
                 self.tokens["completion_tokens"] += len(event.tokens)
             case Ended():
                 meter.choice(event.reason, event.completion_tokens)
+
+    def outcome_of_leaving(self, deadline: float | None) -> str:
+        """How a request has ended whose caller reads no further: one that took longer than he had has failed."""
+        remaining = None if deadline is None else deadline - time.monotonic()
+        late = not self.aborted and has_run_out(time.perf_counter() - self.stages.begun, remaining)
+        return "failed" if late else "cancelled"
 
     def log(self) -> None:
         """Has the line about its call say how many tokens it had, and how long each stage took that followed on the one

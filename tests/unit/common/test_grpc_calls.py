@@ -321,6 +321,28 @@ async def test_a_caller_who_goes_away_while_a_message_is_on_its_way_is_no_failur
     assert "failed" not in said
 
 
+async def test_a_call_that_its_deadline_ends_is_told_from_one_that_its_caller_ends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told: list[str] = []
+    async with Serving() as serving:
+        serving.interceptor.on_error = told.append
+        call = serving.stub.Generate(v1.GenerateRequest(model="silent"), timeout=3600)
+        await eventually(lambda: serving.interceptor.open_calls == 1, "it is there")
+        call.cancel()
+        await serving.servicer.closed.wait()
+        await eventually(lambda: serving.interceptor.open_calls == 0, "it is counted off")
+        assert told == []
+        for _ in range(20):  # a message that is long on its way may have the service hear of the end far too early
+            error = await failure(serving.stub.Generate(v1.GenerateRequest(model="silent"), timeout=0.2))
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await eventually(lambda: serving.interceptor.open_calls == 0, "it is counted off")
+            if told:
+                break
+    assert told == ["DEADLINE_EXCEEDED"]
+    assert capsys.readouterr().out.count("outcome=DEADLINE_EXCEEDED") == 1
+
+
 async def test_more_calls_than_allowed_are_refused_with_a_hint_until_one_ends() -> None:
     async with Serving(max_calls=2) as serving:
         calls = [serving.stub.Generate(v1.GenerateRequest(model="silent")) for _ in range(2)]

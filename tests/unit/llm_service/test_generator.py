@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import AsyncIterator, Sequence
@@ -491,6 +492,32 @@ async def test_a_request_that_is_refused_has_failed_once_wherever_it_was_refused
         assert (made.outcomes["failed"], made.admission.refused) == (2, 2)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "outcome"), [(0.0, "failed"), (3600.0, "cancelled"), (None, "cancelled")], ids=str
+)
+@pytest.mark.parametrize("begun", [False, True], ids=["waits", "begun"])
+async def test_who_leaves_because_his_time_is_up_was_failed(
+    seconds: float | None, outcome: str, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(monkeypatch) as (b, (child, front)):
+        made = generator(b, front)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        events = made.generate(replace(asked(), deadline=deadline))
+        reading = asyncio.ensure_future(anext(events))
+        await eventually(lambda: child.told(Add))
+        (add,) = child.told(Add)
+        if begun:
+            child.says(Started(add.id, 0))
+            await reading
+            await events.aclose()  # between two events
+        else:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        assert made.outcomes == {outcome: 1}
+        child.says(Released([add.id]))
+        await eventually(lambda: front.requests == 0)
 
 
 async def refusal(made: Generator, request: Request) -> str:
