@@ -5,6 +5,7 @@ there are metrics; `wait` returns on SIGTERM or SIGINT; `drain` lets running cal
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -105,6 +106,12 @@ PINGS = (("grpc.http2.min_ping_interval_without_data_ms", 1_000), ("grpc.http2.m
 """What lets callers ask as often as ours do whether a silent connection lives: gRPC by itself hangs up on them."""
 
 
+def _is_no_departure(record: logging.LogRecord) -> bool:
+    """gRPC logs as an error, traceback and all, that a call's last words could not be sent, where their caller has left
+    in the very moment: what became of the call has a line of ours."""
+    return not (record.exc_info and type(record.exc_info[1]).__name__ == "ExecuteBatchError")
+
+
 class GrpcServer:
     """One listening gRPC server; `names` are the full names of the services that the owner adds to `server`."""
 
@@ -146,6 +153,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.serve((*self._names, health.SERVICE_NAME), self.server)
         self.address = ""
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_departure)
 
     def watch(self, on_error: Callable[[str], None]) -> None:
         """Has `on_error` told the reason of each call that ends in an error."""

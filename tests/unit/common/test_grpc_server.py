@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.rpc.channel import from_rpc_error
@@ -164,3 +166,35 @@ def test_calls_that_come_while_a_service_stands_still_are_answered_when_it_goes_
         until(lambda: STANDS_STILL in running.log.read_text(), "it stands still")
         asked += [ask(v1.TokenizeRequest(text="x" * n), timeout=180) for n in range(1, 9)]
         assert [list(each.result().ids) for each in asked] == [[len(STANDS_STILL)], *([n] for n in range(1, 9))]
+
+
+class Raising(grpc.GenericRpcHandler):
+    """Whose only method raises what its caller asks for, outside of our frame."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+
+    def service(self, handler_call_details: Any) -> Any:
+        async def serve(request: bytes, _context: Any) -> bytes:
+            self.asked.append(request)
+            raise cygrpc.ExecuteBatchError("late") if request == b"late" else ValueError("defect")
+
+        return grpc.unary_unary_rpc_method_handler(serve, request_deserializer=bytes)
+
+
+async def test_a_caller_who_leaves_as_the_last_words_are_sent_is_no_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    frame = GrpcServer(ServerConfig(grace_seconds=0), [NAME])
+    frame.server.add_generic_rpc_handlers([raising := Raising()])
+    await frame.bind()
+    async with grpc.aio.insecure_channel(frame.address) as channel:
+        ask: Any = channel.unary_unary("/other.Service/Ask")
+        late = ask(b"late")
+        await eventually(lambda: raising.asked, "it is there")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ask(b"defect")
+        late.cancel()
+    await frame.drain()
+    errors = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
+    assert errors == ["Unexpected [ValueError] raised by servicer method [/other.Service/Ask]"]

@@ -494,9 +494,7 @@ async def test_a_request_that_is_refused_has_failed_once_wherever_it_was_refused
         await asyncio.gather(waiting, return_exceptions=True)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "outcome"), [(0.0, "failed"), (3600.0, "cancelled"), (None, "cancelled")], ids=str
-)
+@pytest.mark.parametrize(("seconds", "outcome"), [(0.0, "failed"), (3600.0, "cancelled"), (None, "cancelled")], ids=str)
 @pytest.mark.parametrize("begun", [False, True], ids=["waits", "begun"])
 async def test_who_leaves_because_his_time_is_up_was_failed(
     seconds: float | None, outcome: str, begun: bool, monkeypatch: pytest.MonkeyPatch
