@@ -26,7 +26,7 @@ def cut(data: Callable[[], bytes]) -> Callable[[], bytes]:
 
 FILES = {
     "empty": bad(lambda: b"", "MEDIA_EMPTY", "data"),
-    "a picture": bad(lambda: pictures.encoded(pictures.noise(40, 40)), "MEDIA_FORMAT"),
+    "a picture": bad(lambda: pictures.encoded(pictures.noise(40, 40), "GIF"), "MEDIA_FORMAT"),
     "a playlist": bad(lambda: b"#EXTM3U\nfile:///etc/passwd\n", "MEDIA_FORMAT"),
     "sound alone": bad(bad_files.sound_alone, "MEDIA_UNREADABLE"),
     "no index": bad(bad_files.without_index, "MEDIA_UNREADABLE"),
