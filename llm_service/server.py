@@ -198,7 +198,7 @@ def _cache_and_engine(
         start_seconds=config.start_seconds,
         step_seconds=config.step_seconds,
         handover_seconds=config.handover_seconds,
-        standby=config.spare_engine,
+        spare_engine=config.spare_engine,
         module=module,
         kv_host=kv_host,
     )

@@ -54,7 +54,7 @@ from llm_service.engine_client.block_places import BlockPlaces, BlocksMessage
 from llm_service.engine_client.engine_request import EngineRequest, Event
 from llm_service.engine_client.handover import Handover, engine_lost
 from llm_service.engine_client.mirrors import Mirrors
-from llm_service.engine_client.processes import MODULE, Reserve, Watch
+from llm_service.engine_client.processes import MODULE, SpareEngine, Watch
 from llm_service.settings import EngineSettings
 from llm_service.worker.messages import MirrorOrder
 
@@ -66,7 +66,7 @@ _ADAPTER_SECONDS = 1.0
 
 
 class EngineClient:
-    """One engine process that runs `module`, and another in reserve with `standby`.
+    """One engine process that runs `module`, and another one with `spare_engine`.
 
     One that does not serve within `start_seconds`, or takes more than `step_seconds` for a step, is ended. `on_ready`
     is told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and counters by
@@ -84,7 +84,7 @@ class EngineClient:
         start_seconds: float,
         step_seconds: float,
         handover_seconds: float = 0.0,
-        standby: bool = False,
+        spare_engine: bool = False,
         module: str = MODULE,
         kv_host: SharedBuffer | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class EngineClient:
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
         fds = [arena_fd, *([kv_host.fd] if kv_host is not None else [])]
-        self._reserve = Reserve(*fds, ahead=standby, module=module)
+        self._spare = SpareEngine(*fds, wanted=spare_engine, module=module)
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -131,7 +131,7 @@ class EngineClient:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         self._handover.close()
-        await self._reserve.stop()
+        await self._spare.stop()
 
     @property
     def requests(self) -> int:
@@ -276,7 +276,7 @@ class EngineClient:
         while True:
             served = False
             try:
-                child = await self._reserve.take()
+                child = await self._spare.take()
             except OSError as error:  # a moment without memory, or descriptors, for one more process
                 _log.error("no process could be started for the engine", cause=error.strerror)
             else:
@@ -427,7 +427,7 @@ class EngineClient:
         if self.ready is not None or self._loaded is None or not self._adapters.complete:
             return
         self.ready, first = self._loaded, self._first
-        self._reserve.prepare()
+        self._spare.prepare()
         self.mirrors.opened(self.ready.reachable)
         if self.blocks is not None:
             self.blocks.opened(self.ready.place_bytes)

@@ -1,4 +1,4 @@
-"""Engine processes: one in reserve, where that is wanted, and a watch over the one that serves."""
+"""Engine processes: a spare one, where that is wanted, and a watch over the one that serves."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ _SILENCE_SECONDS = 3.0
 _LOOK_SECONDS = 0.25
 
 
-class Reserve:
+class SpareEngine:
     """Starts engines that run `module` and inherit `fds`, the first of them the row arena's. Whoever takes one owns it;
-    `stop` ends the one in reserve.
+    `stop` ends the spare one.
 
     An engine that takes the place of one that has died spends most of its start on importing what it is made of. One
     that was started ahead of need has that behind it: it waits for its settings, and costs memory alone.
     """
 
-    def __init__(self, *fds: int, ahead: bool, module: str = MODULE) -> None:
+    def __init__(self, *fds: int, wanted: bool, module: str = MODULE) -> None:
         self._fds = fds
-        self._ahead = ahead
+        self._wanted = wanted
         self._module = module
-        self._standby: Child[FromEngine] | None = None
+        self._spare: Child[FromEngine] | None = None
         self._preparing: asyncio.Task[None] | None = None
 
     async def take(self) -> Child[FromEngine]:
-        """A process that waits for its settings: the one in reserve, if it lives."""
-        standby, self._standby = self._standby, None
-        if standby is not None:
-            if standby.process.returncode is None:
-                return standby
-            await standby.stop()
+        """A process that waits for its settings: the spare one, if it lives."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            if spare.process.returncode is None:
+                return spare
+            await spare.stop()
         return await self._start()
 
     def prepare(self) -> None:
-        """Puts one in reserve, where that is wanted and none is there. For when the machine has time for it."""
-        if self._ahead and self._standby is None and (self._preparing is None or self._preparing.done()):
-            self._preparing = tasks.start(self._prepare(), "engine in reserve")
+        """Starts a spare one, where that is wanted and none is there. For when the machine has time for it."""
+        if self._wanted and self._spare is None and (self._preparing is None or self._preparing.done()):
+            self._preparing = tasks.start(self._prepare(), "spare engine")
 
     async def stop(self) -> None:
-        """Ends the one in reserve."""
+        """Ends the spare one."""
         if self._preparing is not None:
             await asyncio.gather(self._preparing, return_exceptions=True)
-        if self._standby is not None:
-            self._standby.kill()
-            await self._standby.stop()
-            self._standby = None
+        if self._spare is not None:
+            self._spare.kill()
+            await self._spare.stop()
+            self._spare = None
 
     async def _prepare(self) -> None:
-        self._standby = await self._start()
+        self._spare = await self._start()
 
     async def _start(self) -> Child[FromEngine]:
         child: Child[FromEngine] = await Child.start(self._module, receives=FromEngine, fds=self._fds, stacks=True)

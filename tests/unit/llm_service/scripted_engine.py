@@ -62,7 +62,7 @@ class ScriptedEngine:
         pass
 
 
-class ScriptedReserve:
+class ScriptedSpareEngine:
     """Gives the engines of a script, one after the other; an error in it is raised. Then there is none for ever."""
 
     def __init__(self, script: list[ScriptedEngine | Exception]) -> None:
@@ -90,7 +90,7 @@ def front_of(
     drafts: int = 0,
 ) -> EngineClient:
     """A front over these engines, not yet started."""
-    monkeypatch.setattr(client_module, "Reserve", lambda *_, **__: ScriptedReserve(list(script)))
+    monkeypatch.setattr(client_module, "SpareEngine", lambda *_, **__: ScriptedSpareEngine(list(script)))
     settings: Any = SimpleNamespace(speculative_tokens=drafts, block_size=16)  # the rest is passed on unread
     return EngineClient(
         settings,
