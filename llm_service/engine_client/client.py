@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from common import log, tasks
 from common.arena import SharedBuffer
 from common.checkpoint import CheckpointError
-from common.errors import Internal, Unavailable, from_code
+from common.errors import Internal, TwinlensError, Unavailable, from_code
 from common.processes import Child, ChildDied
 from llm_service.engine.messages import (
     Abort,
@@ -125,6 +125,13 @@ class EngineClient:
         self._keeper = tasks.start_vital(self._keep(), "engine keeper")
         return await self._first
 
+    def _fail_start(self, error: TwinlensError | CheckpointError) -> bool:
+        """Ends `start` with this error, if it still waits; whether it did."""
+        if self._first is None or self._first.done():
+            return False
+        self._first.set_exception(error)
+        return True
+
     async def stop(self) -> None:
         """Ends the engine; whoever still waits gets Unavailable."""
         if self._keeper is not None:
@@ -170,7 +177,7 @@ class EngineClient:
 
     def check(self, max_handovers: int) -> None:
         """Raises Unavailable where `submit` would now: for who has something done for a request before that."""
-        self._handover.check(max_handovers, serves=self.ready is not None)
+        self._handover.check(max_handovers)
 
     def submit(self, add: Add, on_released: Callable[[], None], max_handovers: int = 0) -> EngineRequest:
         """Hands a request over, or has it wait where an engine has just ended. It may outlive `max_handovers` engines.
@@ -180,15 +187,14 @@ class EngineClient:
             raise _adapter_lost()
         request = EngineRequest(add, on_released, max_handovers)
         request.on_prompt_logprobs_taken = self._prompt_logprobs_taken
-        self._handover.enter(request, serves=self.ready is not None)
+        self._handover.enter(request)
         self._send_waiting()
         return request
 
     def _send_waiting(self) -> None:
         """Hands over who may go to the engine now."""
-        if self.ready is not None and self._child is not None:
-            for request in self._handover.sendable():
-                self._child.send(request.message())
+        for request in self._handover.sendable():
+            self._require().send(request.message())
 
     def landed(self, id: int, item: int, rows: int) -> None:
         """Passes on how many rows of an item have landed."""
@@ -281,8 +287,7 @@ class EngineClient:
                 _log.error("no process could be started for the engine", cause=error.strerror)
             else:
                 served = await self._live(child)
-            if self._first is not None and not self._first.done():
-                self._first.set_exception(Internal("the engine could not start"))
+            self._fail_start(Internal("the engine could not start"))
             if self._first is not None and self._first.exception() is not None:
                 return
             await asyncio.sleep(0 if served else _RESTART_SECONDS)
@@ -300,8 +305,7 @@ class EngineClient:
         except ChildDied as error:
             self.deaths += 1
             _log.error("the engine has ended", cause=str(error))
-            if self._first is not None and not self._first.done():
-                self._first.set_exception(Internal(f"the engine could not start: {error}"))
+            self._fail_start(Internal(f"the engine could not start: {error}"))
             self._lose_all()
             if found := await child.post_mortem():
                 _log.error("post-mortem of the engine", **found)
@@ -389,7 +393,6 @@ class EngineClient:
         if isinstance(message, AdapterRead):
             self._take_adapter(message)
             return
-        first = self._first if self._first is not None and not self._first.done() else None
         if isinstance(message, Ready):
             assert self._child is not None
             self._loaded = message
@@ -397,9 +400,7 @@ class EngineClient:
             for order in self._adapters.again():
                 self._child.send(order)
             self._begin_serving()
-        elif first is not None:
-            first.set_exception(CheckpointError(message.why))
-        else:
+        elif not self._fail_start(CheckpointError(message.why)):
             _log.error("the engine can no longer serve", cause=message.why)
 
     def _take_adapter(self, message: AdapterRead) -> None:
@@ -426,13 +427,14 @@ class EngineClient:
         """Once the model is loaded, and the adapters that the engine before had."""
         if self.ready is not None or self._loaded is None or not self._adapters.complete:
             return
-        self.ready, first = self._loaded, self._first
+        self.ready = self._loaded
+        self._handover.engine_serves()
         self._spare.prepare()
         self.mirrors.opened(self.ready.reachable)
         if self.blocks is not None:
             self.blocks.opened(self.ready.place_bytes)
-        if first is not None and not first.done():
-            first.set_result(self.ready)
+        if self._first is not None and not self._first.done():
+            self._first.set_result(self.ready)
         self._on_ready(True)
         self._send_waiting()
 

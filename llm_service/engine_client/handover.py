@@ -31,6 +31,7 @@ class Handover:
         self._requests: dict[int, EngineRequest] = {}
         self._on_trial: EngineRequest | None = None
         self._trial_tokens = 0
+        self._serves = False
         self._lost_at: float | None = None
         self.handed_over = 0
 
@@ -46,23 +47,24 @@ class Handover:
         """Requests that the engine has."""
         return sum(request.held for request in self._requests.values())
 
-    def check(self, max_handovers: int, *, serves: bool) -> None:
-        """Raises Unavailable for a new request where no engine `serves` and none is about to, or it does not want to
-        wait for one."""
-        if not serves and (not max_handovers or self._seconds_left() <= 0):
+    def check(self, max_handovers: int) -> None:
+        """Raises Unavailable for a new request where no engine serves and none is about to, or it does not want to wait
+        for one."""
+        if not self._serves and (not max_handovers or self._seconds_left() <= 0):
             raise Unavailable("the engine is starting", reason="ENGINE_UNAVAILABLE")
 
-    def enter(self, request: EngineRequest, *, serves: bool) -> None:
+    def enter(self, request: EngineRequest) -> None:
         """A new request. Raises as `check`."""
-        self.check(request.max_handovers, serves=serves)
-        if not serves:
+        self.check(request.max_handovers)
+        if not self._serves:
             self._limit(request, self._seconds_left())
         self._requests[request.id] = request
 
     def sendable(self) -> list[EngineRequest]:
-        """The requests that the engine, which serves, is to get now, in the order in which they came; they count as
-        held from now on."""
-        self._lost_at = None
+        """The requests that the engine is to get now, if it serves, in the order in which they came; they count as held
+        from now on."""
+        if not self._serves:
+            return []
         chosen: list[EngineRequest] = []
         waiting = [request for request in self._requests.values() if not request.held]
         for request in waiting:
@@ -99,13 +101,17 @@ class Handover:
         request.on_released()
         return self._end_trial(request)
 
+    def engine_serves(self) -> None:
+        """The engine can be given requests."""
+        self._serves, self._lost_at = True, None
+
     def engine_ended(self) -> int:
         """The engine has ended: whoever may waits for the next one; how many those are."""
         held = [request for request in self if request.held]
         charged = [request for request in held if request.begun] or held
         if self._on_trial in charged:
             charged = [self._on_trial]
-        self._on_trial = None
+        self._on_trial, self._serves = None, False
         if self._lost_at is None:
             self._lost_at = time.monotonic()
         for request in charged:
