@@ -76,16 +76,13 @@ class RequestReader:
     def read(self, message: llm_pb2.GenerateRequest, remaining: float | None, context: int, peer: str = "") -> Request:
         """The request; `remaining` seconds until its deadline, `context` tokens at most, by the connection from `peer`.
         Raises the error that says what is wrong and where."""
-        adapter = self._named(message.model)
+        named = self._named(message.model)
         prompt, media = self._input(message, context)
         transcribes = message.WhichOneof("input") == "transcription"
         sampling = self._sampling.read(message.sampling, context)
         limited = message.sampling.HasField("max_tokens")
-        return Request(
-            id=message.request_id,
-            prompt=prompt,
-            media=tuple(media),
-            sampling=sampling,
+        return replace(
+            self._request(message, named, prompt, media, sampling, remaining, peer),
             stop=tuple(message.sampling.stop),
             include_stop_str_in_output=message.sampling.include_stop_str_in_output,
             skip_special_tokens=not message.sampling.HasField("skip_special_tokens")
@@ -94,14 +91,9 @@ class RequestReader:
             structure=self._sampling.structure(message.sampling),
             thinking_token_budget=self._sampling.thinking_token_budget(message.sampling),
             return_prompt_token_ids=message.return_prompt_token_ids,
-            salt=message.cache_salt,
-            priority=message.priority,
-            deadline=None if remaining is None else time.monotonic() + remaining,
             session=message.session_id,
-            peer=peer,
             resume=tuple(_resumed(message.resume, sampling, self._vocab_size)),
             max_handovers=self._max_handovers(message),
-            adapter=adapter or self._own_adapter({item.modality for item in media}),
             transcription=self._transcriber.asked if transcribes else None,
             truncation=_truncation(message, context - (sampling.max_tokens if limited else 1)),
         )
@@ -111,20 +103,12 @@ class RequestReader:
     ) -> Request:
         """The same for an embedding, whose prompt may be as long as the context. Raises as well where there are none,
         or none of so many dimensions."""
-        adapter = self._named(message.model)
+        named = self._named(message.model)
         pooling = self._embedder.check(message.dimensions if message.HasField("dimensions") else None)
         prompt, media = self._input(message, context, answered=False)
-        return Request(
-            id=message.request_id,
-            prompt=prompt,
-            media=tuple(media),
-            sampling=_NOTHING_SAID,
-            salt=message.cache_salt,
-            priority=message.priority,
-            deadline=None if remaining is None else time.monotonic() + remaining,
-            peer=peer,
+        return replace(
+            self._request(message, named, prompt, media, _NOTHING_SAID, remaining, peer),
             max_handovers=self._max_handovers(message),
-            adapter=adapter or self._own_adapter({item.modality for item in media}),
             pooling=pooling,
             truncation=_truncation(message, context),
         )
@@ -140,16 +124,30 @@ class RequestReader:
             if not isinstance(item.source, Key):
                 raise InvalidInput("a known item is named only by its key", reason="NO_SOURCE", field=item.field)
         self._check_media(media)
+        prompt = PiecesPrompt(tuple(self._pieces(message, media, context)))
+        return self._request(message, self._named(message.model), prompt, media, _NOTHING_SAID, remaining, peer)
+
+    def _request(
+        self,
+        message: llm_pb2.GenerateRequest | llm_pb2.EmbedRequest | llm_pb2.PrefillRequest,
+        named: LoadedAdapter | None,
+        prompt: Prompt,
+        media: Sequence[MediaItem],
+        sampling: SamplingParams,
+        remaining: float | None,
+        peer: str,
+    ) -> Request:
+        """What every call has to say of its request; `named` is the adapter that it asks for."""
         return Request(
             id=message.request_id,
-            prompt=PiecesPrompt(tuple(self._pieces(message, media, context))),
+            prompt=prompt,
             media=tuple(media),
-            sampling=_NOTHING_SAID,
+            sampling=sampling,
             salt=message.cache_salt,
             priority=message.priority,
             deadline=None if remaining is None else time.monotonic() + remaining,
             peer=peer,
-            adapter=self._named(message.model) or self._own_adapter({item.modality for item in media}),
+            adapter=named or self._own_adapter({item.modality for item in media}),
         )
 
     def _pieces(self, message: llm_pb2.PrefillRequest, media: list[MediaItem], context: int) -> Iterator[Piece]:
