@@ -135,9 +135,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     tracing.start("twinlens-llm")
     tasks.start_threads()
     model = await _Model.read(config)
-    # Adapters that are still to be loaded: the checkpoint's own have no name.
-    own = (f"={path}" for path in dict.fromkeys(model.own_adapters.values()))
-    modules = [*config.lora_modules, *own][::-1]
+    adapters_loaded = asyncio.Event()
 
     async with AsyncExitStack() as running:
         running.push_async_callback(tasks.to_thread, tracing.stop)
@@ -145,7 +143,11 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         running.push_async_callback(grpc_server.server.stop, None)  # where it does not come to draining
         sessions = Sessions(_session_limits(config))
         encoder_cache, engine = _cache_and_engine(
-            config, model, sessions, engine_module, on_ready=lambda ready: grpc_server.report(ready and not modules)
+            config,
+            model,
+            sessions,
+            engine_module,
+            on_ready=lambda ready: grpc_server.report(ready and adapters_loaded.is_set()),
         )
         running.callback(encoder_cache.close)
         if engine.blocks is not None:
@@ -170,14 +172,19 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         running.push_async_callback(grpc_server.drain)
         if not await _started(grpc_server, components):
             return
-        while modules:
-            name, _, path = modules[-1].partition("=")
-            await (components.adapters.load(name, path) if name else components.adapters.load_own(path))
-            modules.pop()
+        for name, path in _adapters_at_start(config, model):
+            await (components.adapters.load_own(path) if name is None else components.adapters.load(name, path))
+        adapters_loaded.set()
         grpc_server.report(engine.ready is not None)
         freeze_objects()
         await grpc_server.announce(metrics_address)
         await grpc_server.wait()
+
+
+def _adapters_at_start(config: LlmConfig, model: _Model) -> list[tuple[str | None, str]]:
+    """Names and paths; the checkpoint's own adapters have no name."""
+    named = (each.partition("=")[::2] for each in config.lora_modules)
+    return [*named, *((None, path) for path in dict.fromkeys(model.own_adapters.values()))]
 
 
 def _cache_and_engine(
