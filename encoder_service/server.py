@@ -14,8 +14,8 @@ from common.allocator import freeze_objects
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint
 from common.devices import computed_in, cuda_device_count, default_device, default_dtype, usable_cores
+from common.encoder_digest import encoder_digest
 from common.hf.description import HfModel
-from common.identity import encoder_digest
 from common.metrics import Metrics
 from common.nixl.agent import NixlAgent
 from common.processes import ChildDied

@@ -25,7 +25,7 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.rendezvous import ranked
+from common.rendezvous_hash import ranked
 from common.rpc.channel import (
     ChannelSecurity,
     from_rpc_error,

@@ -16,7 +16,7 @@ from common.allocator import freeze_objects
 from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.devices import default_dtype
-from common.identity import encoder_digest
+from common.encoder_digest import encoder_digest
 from common.metrics import Metrics
 from common.rpc.server import GrpcServer
 from common.wire import DType, RowLayout

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from common.checkpoint import Checkpoint, CheckpointError
-from common.identity import EncoderParts
+from common.encoder_digest import EncoderParts
 
 HF_ENCODER: Final = EncoderParts(
     tensors=("",),

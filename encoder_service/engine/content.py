@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from common.media import data_url
-from common.media.identity import content_key, sized
+from common.media.content_key import content_key, sized
 from common.media.item import Key, Url
 from encoder_service.engine.admission import Admission, Reservation
 from encoder_service.engine.downloads import Downloads

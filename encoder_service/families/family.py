@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.checkpoint import Checkpoint
+from common.encoder_digest import VISION, EncoderParts
 from common.hf.description import HF_ENCODER, HfModel
-from common.identity import VISION, EncoderParts
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.item import Inspection, Plan
 

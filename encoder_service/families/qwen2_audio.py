@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from common.checkpoint import Checkpoint, CheckpointError
+from common.encoder_digest import QWEN2_AUDIO_PARTS
 from common.errors import InvalidInput
-from common.identity import QWEN2_AUDIO_PARTS
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.families.family import Family, Processor
 from encoder_service.item import SAMPLE_RATE, Inspection, Plan

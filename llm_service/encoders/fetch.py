@@ -32,7 +32,7 @@ from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.choice import EncoderChoice
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.header_cache import HeaderCache, KnownHeader
-from llm_service.encoders.identity import Identity, given_by
+from llm_service.encoders.item_identity import Identity, given_by
 from llm_service.encoders.pace import FAR_LONGER
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import Asking, Replica

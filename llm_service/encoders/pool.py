@@ -13,7 +13,7 @@ from typing import Any
 
 from common import log, tasks
 from common.errors import Unavailable
-from common.rendezvous import ranked
+from common.rendezvous_hash import ranked
 from common.rpc.replica_set import ReplicaSet, Upkeep
 from common.rpc.resolver import Resolver
 from llm_service.encoders.absence import Absence

@@ -28,7 +28,7 @@ from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.fetch import Fetch, LinkCounters, Links
 from llm_service.encoders.header_cache import KnownHeader
-from llm_service.encoders.identity import Identity, identify
+from llm_service.encoders.item_identity import Identity, identify
 from llm_service.encoders.pool import EncoderPool
 from llm_service.request import MediaItem, Request
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from common.identity import framed
+from common.hash_fields import framed
 
 _SIZE = hashlib.sha256().digest_size
 NEVER = 1 << 62

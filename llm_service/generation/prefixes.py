@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from common.identity import framed
+from common.hash_fields import framed
 from llm_service.request import PromptLayout, Span
 
 _REMEMBERED = 16_384

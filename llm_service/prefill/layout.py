@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
-from common.identity import canonical, framed, tensors_digest
+from common.encoder_digest import tensors_digest
+from common.hash_fields import canonical, framed
 from llm_service.settings import CacheDtype, EngineSettings
 
 _SCHEMA = b"twinlens kv blocks/1"

@@ -16,7 +16,7 @@ import grpc
 from common import log, tasks, tracing
 from common.errors import DataLoss, DeadlineExceeded, Exhausted, NotFound, Precondition, TwinlensError, Unavailable
 from common.media.convert import MODALITIES
-from common.rendezvous import ranked
+from common.rendezvous_hash import ranked
 from common.rpc.channel import ChannelSecurity, from_rpc_error, open_channel
 from common.rpc.replica_set import ReplicaSet, Upkeep
 from common.rpc.resolver import Resolver

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import Checkpoint
-from common.identity import VISION, encoder_digest
+from common.encoder_digest import VISION, encoder_digest
 from common.wire import DType
 from tests.modelopt_checkpoints import publish
 from tests.rpc.pairs import answer, pair

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from common.bitsandbytes import load_dense
 from common.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
-from common.identity import VISION, encoder_digest
+from common.encoder_digest import VISION, encoder_digest
 from common.wire import DType
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from common.errors import Unavailable
-from common.media.identity import content_key
+from common.media.content_key import content_key
 from common.media.item import Modality, Options
 from common.rpc.calls import CallInterceptor, current
 from common.rpc.server import PINGS

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.media.item import Options
-from llm_service.encoders.identity import identify
+from llm_service.encoders.item_identity import identify
 from tests.unit.llm_service.scripted import (
     DIGEST,
     LAYOUT,

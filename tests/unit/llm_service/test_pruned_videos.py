@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import DataLoss
-from common.media.identity import content_key
+from common.media.content_key import content_key
 from common.media.item import Key, Modality, Options, Url
 from common.media.kept_rows import pack
 from llm_service.request import MediaItem, Request

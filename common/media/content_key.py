@@ -10,7 +10,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from common.identity import SCHEMA, canonical, framed
+from common.encoder_digest import SCHEMA
+from common.hash_fields import canonical, framed
 from common.media.item import Content, Embedding, Modality, Options, Pixels
 from common.tasks import in_thread
 

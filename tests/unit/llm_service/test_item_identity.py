@@ -21,7 +21,7 @@ from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
 from llm_service.config import LlmConfig
 from llm_service.convert.requests import RequestReader
-from llm_service.encoders.identity import Identity, identify
+from llm_service.encoders.item_identity import Identity, identify
 from llm_service.generation_config import SamplingDefaults
 from llm_service.request import MediaItem
 from twinlens import v1

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.checkpoint import Checkpoint
-from common.identity import INTERNVL_PARTS, VISION, EncoderParts, canonical, encoder_digest, framed
-from common.media.identity import content_key
+from common.encoder_digest import INTERNVL_PARTS, VISION, EncoderParts, encoder_digest
+from common.hash_fields import canonical, framed
+from common.media.content_key import content_key
 from common.media.item import Options
 from common.wire import DType
 from encoder_service.families import registry as encoded

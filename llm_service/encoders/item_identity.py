@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass
 
-from common.identity import canonical, framed
+from common.hash_fields import canonical, framed
 from common.media import data_url
-from common.media.identity import content_key, sized
+from common.media.content_key import content_key, sized
 from common.media.item import Content, Encoded, Key, Options, Url
 from llm_service.request import MediaItem
 

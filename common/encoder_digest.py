@@ -1,14 +1,14 @@
-"""The digest of what computes rows, and how fields are put together to be hashed."""
+"""The digest of what computes rows."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Final
 
 from common.checkpoint import Checkpoint
+from common.hash_fields import canonical, framed
 from common.wire import DType
 
 SCHEMA: Final = b"twinlens/1"
@@ -58,16 +58,6 @@ INTERNVL_PARTS: Final = EncoderParts(
 INTERNVL_TEXTS: Final = frozenset({"llama", "qwen2", "qwen3"})
 """Texts, by their `model_type`, with which InternVL is of a family of ours, in both services; with another one
 transformers computes all of it."""
-
-
-def framed(*fields: bytes) -> bytes:
-    """Fields joined so that they can be told apart: each after its length."""
-    return b"".join(len(field).to_bytes(8, "little") + field for field in fields)
-
-
-def canonical(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces; bytes in hex."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=bytes.hex).encode()
 
 
 def encoder_digest(checkpoint: Checkpoint, dtype: DType, parts: EncoderParts) -> str:
