@@ -22,6 +22,7 @@ from gateway.prompt_logprobs import CollectedLogprobs
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
+from gateway.tool_parsers.json_end import broken_end
 from twinlens.v1 import llm_pb2
 
 
@@ -35,6 +36,7 @@ class _Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    left_open: list[int] = field(default_factory=list)
     whole_calls: int = 0
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
 
@@ -67,7 +69,15 @@ class _Choice:
                 function["arguments"] += text
                 return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": text}}]}
             case CallLeftOpen():
+                self.left_open.append(len(self.calls) - 1)
                 return {}
+
+    def last_delta(self) -> dict[str, Any]:
+        """What a stream says with the reason for the end: clients that complete open arguments get none that they can,
+        and those that go by the reason see that first."""
+        broken = [(index, broken_end(self.calls[index]["function"]["arguments"])) for index in self.left_open]
+        calls = [{"index": index, "function": {"arguments": end}} for index, end in broken]
+        return {"tool_calls": calls} if calls else {}
 
     def finish(self) -> dict[str, Any]:
         """Why it ended."""
@@ -197,7 +207,7 @@ async def _chunks(events: AsyncGenerator[ChatEvent], asked: _Asked) -> AsyncGene
                 case ChoiceEnd(finished=finished):
                     index, choice = finished.index, choices[finished.index]
                     rest = [chunk(index, delta) for delta in choice.end(said)]
-                    ending = b"".join((*rest, chunk(index, {}, **choice.finish())))
+                    ending = b"".join((*rest, chunk(index, choice.last_delta(), **choice.finish())))
                     still -= 1
                     if still:
                         yield ending

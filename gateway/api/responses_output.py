@@ -16,6 +16,7 @@ from gateway.convert import answers
 from gateway.errors import code_of, param_in, status_of
 from gateway.output_parser import ArgumentsDelta, CallLeftOpen, CallStart, Piece, ReasoningDelta, TextDelta
 from gateway.stream import event
+from gateway.tool_parsers.json_end import broken_end
 from twinlens.v1 import llm_pb2
 
 
@@ -103,6 +104,9 @@ class Output:
                     self._items[-1]["arguments"] += text
                     yield self._about("response.function_call_arguments.delta", delta=text)
                 case CallLeftOpen():
+                    end = broken_end(self._items[-1]["arguments"])
+                    self._items[-1]["arguments"] += end
+                    yield self._about("response.function_call_arguments.delta", delta=end)
                     yield from self._leave("incomplete")
 
     def _finish(self, ended: ChoiceEnd) -> Iterator[dict[str, Any]]:

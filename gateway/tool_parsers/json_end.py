@@ -63,6 +63,12 @@ class JsonEnd:
         self._at = at
         return self._found
 
+    def broken_end(self, text: str) -> str:
+        """See `broken_end`, of the text that was looked at last."""
+        half_escape = "\\" if self._in_text and self._at < len(text) else ""
+        bracket = "}" if self._open and self._open[-1] == "]" else "]"
+        return half_escape + ('"' if self._in_text else "") + bracket
+
     def _takes(self, sign: str) -> bool:
         """Whether JSON may go on so, outside its texts."""
         now, self._next = self._next, _Next.BEHIND_VALUE
@@ -86,6 +92,18 @@ class JsonEnd:
                     return True
                 self._in_text, self._in_word = sign == '"', _IN_WORD.fullmatch(sign) is not None
                 return bool(self._open) and (self._in_text or self._in_word)
+
+
+def broken_end(text: str) -> str:
+    """What makes JSON that is open none, for readers too that close what is open by its brackets: one that closes
+    nothing.
+
+    >>> broken_end('{"path": "/tm'), broken_end('{"days": [1'), broken_end('{"path": "C:\\\\')
+    ('"]', '}', '\\\\"]')
+    """
+    search = JsonEnd()
+    search.find(text)
+    return search.broken_end(text)
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:

@@ -25,6 +25,8 @@ TOOL: dict[str, Any] = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TEXT = f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}"
 """What it says where it may call: reasoning, words, a call."""
+CUT = TEXT[: TEXT.index("me", TEXT.index("Rome"))]
+"""The same, as long as it may be."""
 ANSWER = "It is sunny."
 """What it says once it has the call's result, and where it may not call."""
 _FULL = v1.Status(code=8, message="full", reason="TOO_MANY_WAITING", retry_after_ms=10)
@@ -32,7 +34,8 @@ _FULL = v1.Status(code=8, message="full", reason="TOO_MANY_WAITING", retry_after
 
 def converse(door: Scripted) -> None:
     """Has the LLM service answer by the question: `Full` is refused, `Busy` every other time, `Slow` takes as long as
-    its caller waits, and to anything else it says what is above, three signs at a time."""
+    its caller waits, the answer to `Cut` has no room for all of it, and to anything else it says what is above, three
+    signs at a time."""
     busy = 0
 
     def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
@@ -47,11 +50,13 @@ def converse(door: Scripted) -> None:
         if question == "Slow":
             until(lambda: id(request) not in door.llm.under_way, "its caller leaves")
             return
-        said = _said(request)
+        is_cut = question == "Cut"
+        said = CUT if is_cut else _said(request)
         for at in range(0, len(said), 3):
             yield v1.GenerateResponse(delta=v1.GenerateDelta(text=said[at : at + 3], token_ids=[at]))
         usage = v1.Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=len(said))
-        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP, usage=usage))
+        reason = v1.FINISH_REASON_LENGTH if is_cut else v1.FINISH_REASON_STOP
+        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=reason, usage=usage))
 
     door.llm.play = play
 

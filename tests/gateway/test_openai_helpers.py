@@ -66,6 +66,18 @@ def test_the_helper_for_streams_tells_of_words_arguments_and_the_end(client: ope
         assert stream.get_final_completion().choices[0].message.parsed == City(city="Rome")
 
 
+def test_the_helper_for_streams_says_that_a_call_was_cut_off(client: openai.OpenAI) -> None:
+    with (
+        client.chat.completions.stream(
+            model="demo",
+            messages=[{"role": "user", "content": "Cut"}],
+            tools=[openai.pydantic_function_tool(City, name="weather")],
+        ) as stream,
+        pytest.raises(openai.LengthFinishReasonError),
+    ):
+        list(stream)
+
+
 def test_the_helper_for_streams_of_responses_reads_a_model(client: openai.OpenAI) -> None:
     with client.responses.stream(model="demo", input="Rome?", text_format=City) as stream:
         words = "".join(each.delta for each in stream if each.type == "response.output_text.delta")

@@ -210,6 +210,8 @@ CALLED = [["weather", {"city": "Rome"}]]
         "structured_json_mode": "Rome",
         "responses_tools": [["weather"], ANSWER],
         "responses_stream": ["Let me see.", CALLED],
+        "cut_stream": [[], ["weather"]],
+        "responses_cut_stream": [[], ["weather"]],
     }.items(),
 )
 def test_langchain_sees_what_the_model_said(langchain: dict[str, Any], case: str, expected: Any) -> None:

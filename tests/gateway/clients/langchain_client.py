@@ -129,6 +129,19 @@ def responses_stream() -> Any:
     return [whole.text, [[call["name"], call["args"]] for call in whole.tool_calls]]  # type: ignore[attr-defined]
 
 
+def cut_stream(**fields: Any) -> Callable[[], Any]:
+    """A call that is cut off: what it may run, and what not."""
+
+    def ask() -> Any:
+        whole = None
+        for chunk in model("scripted", **fields).bind_tools([weather]).stream("Cut"):
+            whole = chunk if whole is None else whole + chunk
+        assert whole is not None
+        return [whole.tool_calls, [call["name"] for call in whole.invalid_tool_calls]]  # type: ignore[attr-defined]
+
+    return ask
+
+
 def logprobs() -> Any:
     answer = REAL.bind(logprobs=True, top_logprobs=2).invoke("Hello")
     return len(answer.response_metadata["logprobs"]["content"])
@@ -150,6 +163,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "responses": responses,
     "responses_tools": responses_tools,
     "responses_stream": responses_stream,
+    "cut_stream": cut_stream(),
+    "responses_cut_stream": cut_stream(use_responses_api=True),
     "logprobs": logprobs,
 }
 
