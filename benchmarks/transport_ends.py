@@ -1,13 +1,13 @@
 """Both ends of `benchmarks.transports`, each in a process of its own: `python -m benchmarks.transport_ends END …`.
 
-`send` and `read` are the services' own code: the encoder's link over a store, the LLM service's stream into an arena.
-`send-plain` and `read-plain` are what a Python service would write first: protobuf messages of 1 MiB, without checksum,
-check or lease. A sender prints its port and serves until its standard input ends; a reader is told the number of a size
-on each line of its standard input, and answers with the seconds until all bytes were in its landing buffer. Of large
-sizes, `read-parts` has a part come by each of its `--connections`. `send` has a NIXL agent as well where it is told
-`--nixl`, and `read-nixl` another. Given a device, `send` has the rows in a pool there
-as well, `read-device` has them copied to a mirror there, and `read-pull` does the same and answers with the seconds of
-the copy and its checks alone.
+`send` and `read` are the services' own code: the encoder's transports over a store, the LLM service's stream into an
+arena. `send-plain` and `read-plain` are what a Python service would write first: protobuf messages of 1 MiB, without
+checksum, check or lease. A sender prints its port and serves until its standard input ends; a reader is told the number
+of a size on each line of its standard input, and answers with the seconds until all bytes were in its landing buffer.
+Of large sizes, `read-parts` has a part come by each of its `--connections`. `send` has a NIXL agent as well where it is
+told `--nixl`, and `read-nixl` another. Given a device, `send` has the rows in a pool there as well, `read-device` has
+them copied to a mirror there, and `read-pull` does the same and answers with the seconds of the copy and its checks
+alone.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from encoder_service.convert import read_stretch, write_nixl_agent
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
-from encoder_service.transports.link import Link
+from encoder_service.transports.transports import Transports
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.parallel_streams import open_parallel
-from llm_service.encoders.replica import Asking, LinkSettings, Replica
+from llm_service.encoders.replica import Asking, EncoderSettings, Replica
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.request import MediaItem
@@ -53,26 +53,26 @@ _PLAIN = "/benchmark.Plain/Rows"
 
 
 class Sender(encoder_pb2_grpc.EncoderServiceServicer):
-    """The encoder's link over one entry for each size; a key's first byte says which."""
+    """The encoder's transports over one entry for each size; a key's first byte says which."""
 
-    def __init__(self, link: Link, entries: list[Entry]) -> None:
-        self._link = link
+    def __init__(self, transports: Transports, entries: list[Entry]) -> None:
+        self._transports = transports
         self._entries = entries
 
     async def GetInfo(self, request: Any, context: Any) -> encoder_pb2.EncoderServiceGetInfoResponse:
         pools = [
             encoder_pb2.DevicePool(region=pool.name, gpu_uuid=pool.device, bytes=pool.capacity)
-            for pool in self._link.pools
+            for pool in self._transports.pools
         ]
         return encoder_pb2.EncoderServiceGetInfoResponse(
             digest=_DIGEST,
-            local_socket=self._link.local_socket,
+            local_socket=self._transports.local_socket,
             device_pools=pools,
-            nixl_agent=write_nixl_agent(self._link.nixl_memory),
+            nixl_agent=write_nixl_agent(self._transports.nixl_memory),
         )
 
     async def Release(self, request: encoder_pb2.ReleaseRequest, context: Any) -> encoder_pb2.ReleaseResponse:
-        return encoder_pb2.ReleaseResponse(released=self._link.release(request.leases))
+        return encoder_pb2.ReleaseResponse(released=self._transports.release(request.leases))
 
     async def GetLoad(self, request: Any, context: Any) -> encoder_pb2.EncoderServiceGetLoadResponse:
         return encoder_pb2.EncoderServiceGetLoadResponse()
@@ -81,7 +81,7 @@ class Sender(encoder_pb2_grpc.EncoderServiceServicer):
         entry = self._entries[request.items[0].key[0]]
         yield encoder_pb2.EncodeResponse(header=_header(entry))
         run = RowRun(0, entry.allocation, *read_stretch(request, 0, entry.header.tokens))
-        transport = self._link.choose(request.accepts, request.host, run)
+        transport = self._transports.choose(request.accepts, request.host, run)
         async for chunk in transport.send(run, request.host):
             yield chunk if isinstance(chunk, bytes) else encoder_pb2.EncodeResponse(rows=chunk)
         yield encoder_pb2.EncodeResponse(done=encoder_pb2.EncodeDone())
@@ -121,10 +121,10 @@ async def send(device: str, nixl: str) -> None:
         if agent is not None:
             opened.push_async_callback(agent.stop)
             await agent.start()
-        given = Link.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60, pools=pools, nixl=agent)
-        link = await opened.enter_async_context(given)
+        given = Transports.open(store, LAYOUT, shared_memory=True, folder="", lease_seconds=60, pools=pools, nixl=agent)
+        transports = await opened.enter_async_context(given)
         server = grpc.aio.server(interceptors=[CallInterceptor(AcceptedTokens())])
-        sender = Sender(link, entries)  # type: ignore[abstract]  # nothing else is asked of it
+        sender = Sender(transports, entries)  # type: ignore[abstract]  # nothing else is asked of it
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(sender, server)
         await _serve(server)
 
@@ -165,7 +165,7 @@ async def read(way: encoder_pb2.Transport, given: argparse.Namespace, *, pull_al
     if way == encoder_pb2.TRANSPORT_NIXL:
         nixl = NixlReader(given.nixl, 64 << 20, LAYOUT.dtype)
         await nixl.start()
-    settings = LinkSettings(
+    settings = EncoderSettings(
         digest=_DIGEST,
         layout=LAYOUT,
         merge=2,

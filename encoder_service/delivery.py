@@ -20,7 +20,7 @@ from encoder_service.engine.encode import EncoderEngine
 from encoder_service.engine.flight import Ticket
 from encoder_service.meters import Meters
 from encoder_service.transports.base import RowRun
-from encoder_service.transports.link import Link
+from encoder_service.transports.transports import Transports
 from twinlens.v1 import encoder_pb2
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Delivery:
     the shortest way that is open when it leaves; while one crosses, those behind it gather for the next."""
 
     encoder: EncoderEngine
-    link: Link
+    transports: Transports
     meters: Meters
     request: encoder_pb2.EncodeRequest
     index: int
@@ -103,7 +103,7 @@ class Delivery:
             if (allocation := ticket.allocation) is None:  # the rest has failed since
                 continue
             run, started = RowRun(self.index, allocation, at, min(end, ticket.landed)), time.perf_counter()
-            transport = self.link.choose(self.request.accepts, self.request.host, run)
+            transport = self.transports.choose(self.request.accepts, self.request.host, run)
             async with aclosing(transport.send(run, self.request.host)) as chunks:
                 async for chunk in chunks:
                     if isinstance(chunk, bytes):

@@ -11,13 +11,13 @@ from common.metrics import SHARES, Metrics, gauge, total
 from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import EncoderEngine
-from encoder_service.transports.link import Link
+from encoder_service.transports.transports import Transports
 
 _UNITS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Meters:
-    """Told of events as they happen; `watch` adds the state of an engine and its link."""
+    """Told of events as they happen; `watch` adds the state of an engine and its transports."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -38,12 +38,12 @@ class Meters:
         about = "bytes of requests that are here or coming"
         self._metrics.read(lambda: [gauge("inflight_bytes", about, inflight_bytes())])
 
-    def watch(self, encoder: EncoderEngine, link: Link) -> None:
+    def watch(self, encoder: EncoderEngine, transports: Transports) -> None:
         """Has every scrape read queues, totals and the store."""
         self._metrics.read(lambda: _queues(encoder))
         decoders = encoder.pipeline.media.decoders.processes
         self._metrics.read(lambda: _work(encoder.pipeline.dispatcher, decoders.restarts))
-        self._metrics.read(lambda: _rows(encoder, link))
+        self._metrics.read(lambda: _rows(encoder, transports))
 
     def computed(self, batch: BatchStats) -> None:
         """A worker has computed a batch, or a part of one."""
@@ -89,7 +89,7 @@ def _work(dispatcher: Dispatcher, restarts: int) -> Iterator[Metric]:
     yield total("vit_patches", "patches that went through it", totals.vit_patches)
 
 
-def _rows(encoder: EncoderEngine, link: Link) -> Iterable[Metric]:
+def _rows(encoder: EncoderEngine, transports: Transports) -> Iterable[Metric]:
     store = encoder.pipeline.store
     yield total("store_hits", "items whose rows were in either store, or on their way", encoder.counts["hits"])
     yield total("store_misses", "items whose rows had to be computed", encoder.counts["misses"])
@@ -100,12 +100,14 @@ def _rows(encoder: EncoderEngine, link: Link) -> Iterable[Metric]:
         about = "what the shared store did for this replica"
         events = _by(shared, "hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
         yield total("shared_store_events", about, events, ["event"])
-    yield gauge("leases", "rows that readers hold in shared memory, or in a worker's", link.leases)
-    if link.pools:
-        yield gauge("device_pool_bytes", "bytes of rows in workers' device pools", sum(p.used for p in link.pools))
-        yield gauge("device_pool_capacity_bytes", "bytes of these pools", sum(pool.capacity for pool in link.pools))
-    yield total("rows_out", "rows that were sent", by_transport(link.sent.rows), ["transport"])
-    yield total("bytes_out", "bytes of rows that were sent", by_transport(link.sent.bytes), ["transport"])
+    yield gauge("leases", "rows that readers hold in shared memory, or in a worker's", transports.leases)
+    if pools := transports.pools:
+        yield gauge("device_pool_bytes", "bytes of rows in workers' device pools", sum(each.used for each in pools))
+        yield gauge(
+            "device_pool_capacity_bytes", "bytes of these pools", sum(pool.capacity for pool in transports.pools)
+        )
+    yield total("rows_out", "rows that were sent", by_transport(transports.sent.rows), ["transport"])
+    yield total("bytes_out", "bytes of rows that were sent", by_transport(transports.sent.bytes), ["transport"])
 
 
 def _by(counts: Mapping[str, int], *names: str) -> dict[tuple[str, ...], float]:

@@ -41,7 +41,7 @@ from encoder_service.media.messages import Bounds
 from encoder_service.media.planner import HfPlanner, PlannerTimes
 from encoder_service.meters import Meters
 from encoder_service.servicer import Components, EncoderServicer
-from encoder_service.transports.link import Link
+from encoder_service.transports.transports import Transports
 from encoder_service.worker.messages import WorkerSettings
 from twinlens import __version__
 from twinlens.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
@@ -129,10 +129,10 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         admission = Admission(config.max_queued_items, config.max_queued_bytes)
         contents = Contents(Fetcher(config), config, digest, admission)
         encoder = EncoderEngine(Pipeline(media, rows, dispatcher, contents, shared_store), digest, admission)
-        link = await running.enter_async_context(_link(config, model, rows, dispatcher.pools, nixl))
+        transports = await running.enter_async_context(_transports(config, model, rows, dispatcher.pools, nixl))
         _describe(meters, model, digest)
-        meters.watch(encoder, link)
-        servicer.served = Components(config, model.checkpoint.name, model.config, encoder, link, meters)
+        meters.watch(encoder, transports)
+        servicer.served = Components(config, model.checkpoint.name, model.config, encoder, transports, meters)
         _log_room(config, model.layout)
         freeze_objects()
         await grpc_server.announce(metrics_address)
@@ -212,10 +212,10 @@ async def _nixl(config: EncoderConfig, store: SharedBuffer, running: AsyncExitSt
     return agent
 
 
-def _link(
+def _transports(
     config: EncoderConfig, model: _Model, rows: EmbeddingStore, pools: DevicePools, nixl: NixlAgent | None
-) -> AbstractAsyncContextManager[Link]:
-    return Link.open(
+) -> AbstractAsyncContextManager[Transports]:
+    return Transports.open(
         rows,
         model.layout,
         shared_memory=config.shared_memory,

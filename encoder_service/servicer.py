@@ -21,7 +21,7 @@ from encoder_service.delivery import Delivery, log_deliveries, merged
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.families.family import ServedConfig
 from encoder_service.meters import Meters
-from encoder_service.transports.link import Link
+from encoder_service.transports.transports import Transports
 from twinlens import __version__
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceServicer
@@ -39,7 +39,7 @@ class Components:
     name: str
     model: ServedConfig
     encoder: EncoderEngine
-    link: Link
+    transports: Transports
     meters: Meters
 
     @property
@@ -62,7 +62,7 @@ class EncoderServicer(EncoderServiceServicer):
             raise Unavailable("the encoder serves another model than the caller expects", reason="OTHER_MODEL")
         convert.check_items(request.items, served.config)
         convert.check_lists(request)
-        served.link.check(request.accepts, request.host)
+        served.transports.check(request.accepts, request.host)
         if request.attempt:
             _log.info("an item is asked for again", attempt=request.attempt, namespace=request.host.namespace)
         items, rest = (
@@ -75,7 +75,8 @@ class EncoderServicer(EncoderServiceServicer):
         await call.accept(context)
         self._open_streams += 1
         deliveries = [
-            Delivery(served.encoder, served.link, served.meters, rest, index, item) for index, item in enumerate(items)
+            Delivery(served.encoder, served.transports, served.meters, rest, index, item)
+            for index, item in enumerate(items)
         ]
         del items
         try:
@@ -110,7 +111,7 @@ class EncoderServicer(EncoderServiceServicer):
 
     async def Release(self, request: encoder_pb2.ReleaseRequest, context: Context) -> encoder_pb2.ReleaseResponse:
         """Gives leases back."""
-        return encoder_pb2.ReleaseResponse(released=self._ready().link.release(convert.read_leases(request)))
+        return encoder_pb2.ReleaseResponse(released=self._ready().transports.release(convert.read_leases(request)))
 
     async def GetInfo(
         self, request: encoder_pb2.EncoderServiceGetInfoRequest, context: Context
@@ -127,13 +128,13 @@ class EncoderServicer(EncoderServiceServicer):
             levels=pipeline.layout.levels,
             dtype=media_convert.DTYPES[pipeline.layout.dtype],
             modalities=[media_convert.MODALITIES[each] for each in served.modalities],
-            transports=served.link.numbers,
-            local_socket=served.link.local_socket,
+            transports=served.transports.numbers,
+            local_socket=served.transports.local_socket,
             device_pools=[
                 encoder_pb2.DevicePool(region=pool.name, gpu_uuid=pool.device, bytes=pool.capacity)
-                for pool in served.link.pools
+                for pool in served.transports.pools
             ],
-            nixl_agent=convert.write_nixl_agent(served.link.nixl_memory),
+            nixl_agent=convert.write_nixl_agent(served.transports.nixl_memory),
             devices=pipeline.dispatcher.devices,
             max_image_bytes=served.config.max_image_bytes,
             max_video_bytes=served.config.max_video_bytes,
@@ -143,7 +144,7 @@ class EncoderServicer(EncoderServiceServicer):
         self, request: encoder_pb2.EncoderServiceGetLoadRequest, context: Context
     ) -> encoder_pb2.EncoderServiceGetLoadResponse:
         """Reports queues and totals."""
-        encoder, link = self._ready().encoder, self._ready().link
+        encoder, transports = self._ready().encoder, self._ready().transports
         dispatcher, store = encoder.pipeline.dispatcher, encoder.pipeline.store
         totals, running = dispatcher.totals, dispatcher.running
         return encoder_pb2.EncoderServiceGetLoadResponse(
@@ -162,12 +163,12 @@ class EncoderServicer(EncoderServiceServicer):
             encoded_items=encoder.counts["encoded"],
             failed_items=encoder.counts["failed"],
             open_streams=self._open_streams,
-            leases=link.leases,
-            device_pool_bytes=sum(pool.used for pool in link.pools),
-            device_pool_capacity_bytes=sum(pool.capacity for pool in link.pools),
+            leases=transports.leases,
+            device_pool_bytes=sum(pool.used for pool in transports.pools),
+            device_pool_capacity_bytes=sum(pool.capacity for pool in transports.pools),
             rows_sent=[
-                encoder_pb2.RowsSent(transport=number, rows=rows, bytes=link.sent.bytes[number])
-                for number, rows in link.sent.rows.items()
+                encoder_pb2.RowsSent(transport=number, rows=rows, bytes=transports.sent.bytes[number])
+                for number, rows in transports.sent.rows.items()
             ],
             shared=convert.write_shared_load(encoder.shared_store_counts),
             stage_totals=convert.write_timings(

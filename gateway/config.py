@@ -137,7 +137,7 @@ class GatewayConfig:
             ca=("--llm-ca", self.llm_ca), cert=("--llm-cert", self.llm_cert), key=("--llm-key", self.llm_key)
         )
         self.callers()
-        self.link()
+        self.llm_security()
 
     @property
     def longest_seconds(self) -> float:
@@ -148,7 +148,7 @@ class GatewayConfig:
         """Who is let in. Raises ValueError where the file of tokens cannot be used."""
         return Callers(self.auth_token_file)
 
-    def link(self) -> ChannelSecurity:
+    def llm_security(self) -> ChannelSecurity:
         """How LLM services are spoken to. Raises ValueError where the token's file holds none."""
         token_file = TokenFile(self.llm_token_file) if self.llm_token_file else None
         return ChannelSecurity(self.llm_ca, self.llm_cert, self.llm_key, self.llm_token, token_file)

@@ -59,7 +59,7 @@ class EmbeddingCalls:
             raise DeadlineExceeded("the request took too long")
         told = (*self._services.metadata, *metadata, (STATED, str(request.ByteSize())))
         log.bind(llm=service.address)
-        call = service.link.stub.Embed(request, timeout=seconds, metadata=told)
+        call = service.channels.stub.Embed(request, timeout=seconds, metadata=told)
         service.in_flight += 1
         try:
             return await call

@@ -256,7 +256,7 @@ class _Generation:
         else:
             self._offered.append(service)
         stated = (STATED, str(self._request.ByteSize()))
-        call = service.link.generate(
+        call = service.channels.generate(
             Outgoing(self._request), timeout=seconds, metadata=(*self._services.metadata, *self._metadata, stated)
         )
         service.in_flight += 1

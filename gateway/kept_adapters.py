@@ -41,13 +41,15 @@ _PASSING = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 def load(name: str, path: str, metadata: Metadata) -> Change:
     """What has a service load an adapter."""
     request = llm_pb2.LoadAdapterRequest(name=name, path=path)
-    return lambda service: service.link.stub.LoadAdapter(request, timeout=_SECONDS, metadata=tuple(metadata))
+    return lambda service: service.channels.stub.LoadAdapter(request, timeout=_SECONDS, metadata=tuple(metadata))
 
 
 def unload(name: str, metadata: Metadata) -> Change:
     """What has a service unload one."""
     request = llm_pb2.UnloadAdapterRequest(name=name)
-    return lambda service: service.link.stub.UnloadAdapter(request, timeout=_UNLOAD_SECONDS, metadata=tuple(metadata))
+    return lambda service: service.channels.stub.UnloadAdapter(
+        request, timeout=_UNLOAD_SECONDS, metadata=tuple(metadata)
+    )
 
 
 @dataclass(frozen=True, eq=False, slots=True)

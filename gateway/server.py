@@ -66,7 +66,7 @@ async def serve(config: GatewayConfig) -> None:
     tracing.start("twinlens-gateway")
     tasks.start_threads()
     meters = Meters()
-    services = LlmServices(config.llm, config.link(), request_seconds=config.longest_seconds)
+    services = LlmServices(config.llm, config.llm_security(), request_seconds=config.longest_seconds)
     limits = HandoverLimits(
         config.max_handovers, config.handover_seconds, config.max_kept_bytes, config.longest_seconds
     )

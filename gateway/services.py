@@ -87,12 +87,12 @@ class Outgoing:
         return request.SerializeToString()
 
 
-class LlmLink:
+class LlmChannels:
     """What is called of one LLM service: `generate` takes a request that is on its way out, `stub` all other calls.
     What it is, and its load, is asked of `about`, over a channel of its own. Raises as `ChannelSet`."""
 
     def __init__(self, channels: ChannelSet) -> None:
-        self.channels = channels
+        self.connections = channels
         (calls,) = channels.calls
         self.about: LlmServiceAsyncStub = LlmServiceStub(channels.own)
         self.stub: LlmServiceAsyncStub = LlmServiceStub(calls)
@@ -120,7 +120,7 @@ class LlmService:
 
     address: str
     name: str
-    link: LlmLink
+    channels: LlmChannels
     looked_at: bool = False
     came: int = 0
     info: llm_pb2.LlmServiceGetInfoResponse | None = None
@@ -146,9 +146,9 @@ class LlmService:
         """The same of a model alone."""
         return model == self.model or model in self.aliases
 
-    def reconnect(self, link: LlmLink) -> LlmLink:
+    def reconnect(self, channels: LlmChannels) -> LlmChannels:
         """Has further calls take other channels. Returns those before, on which others may be under way."""
-        before, self.link = self.link, link
+        before, self.channels = self.channels, channels
         return before
 
     @property
@@ -183,20 +183,20 @@ class LlmService:
     async def _ask(self, metadata: Metadata) -> _Heard | None:
         """What it says of itself; what it says of its load is kept. None where it has too much to do, and is there as
         it was."""
-        link = self.link
+        channels = self.channels
         info: Any = None
-        link.channels.connect()
+        channels.connections.connect()
         try:
-            info = await link.about.GetInfo(
+            info = await channels.about.GetInfo(
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
             )
             load: Any = self.told
             if info is not None and info.context_tokens:  # else no engine is there that could say
-                load = await link.about.GetLoad(
+                load = await channels.about.GetLoad(
                     llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
                 )
             async with asyncio.timeout(_ANSWER_SECONDS):
-                await link.channels.connected()  # it may be back, and this connection still wait to be tried again
+                await channels.connections.connected()  # it may be back, and this one still wait to be tried
         except grpc.aio.AioRpcError as error:
             self._resets = self._resets + 1 if is_not_taken(error) else 0
             too_much = from_rpc_error(error).reason == _FULL or 0 < self._resets < _RESETS
@@ -226,7 +226,7 @@ async def _close(service: LlmService, grace: float | None) -> None:
     if service.watcher is not None:
         service.watcher.cancel()
         await asyncio.gather(service.watcher, return_exceptions=True)
-    await service.link.channels.close(grace)
+    await service.channels.connections.close(grace)
 
 
 class LlmServices:
@@ -256,7 +256,7 @@ class LlmServices:
         """Whether a service that can serve is about to have an adapter of this name."""
 
     def _open(self, address: str, name: str) -> LlmService:
-        service = LlmService(address, name, LlmLink(ChannelSet(address, name, self._security)))
+        service = LlmService(address, name, LlmChannels(ChannelSet(address, name, self._security)))
         service.watcher = tasks.start(self._watch(service), f"watch {address}")
         return service
 
@@ -351,8 +351,8 @@ class LlmServices:
 
     def _renew(self, service: LlmService, grace: float) -> Coroutine[Any, Any, None]:
         """Calls from now on show, and trust, the certificates that are in the files now."""
-        link = LlmLink(ChannelSet(service.address, service.name, self._security))
-        return service.reconnect(link).channels.close(grace)
+        channels = LlmChannels(ChannelSet(service.address, service.name, self._security))
+        return service.reconnect(channels).connections.close(grace)
 
     async def _watch(self, service: LlmService) -> None:
         while True:
@@ -366,14 +366,14 @@ class LlmServices:
     ) -> tuple[llm_pb2.TokenizeResponse, llm_pb2.LlmServiceGetInfoResponse]:
         """Token ids by a service of this model ("": any), and what that service is. Raises TwinlensError."""
         service = self.pick(model, b"")
-        reply = await self._short(service.link.stub.Tokenize, request, metadata)
+        reply = await self._short(service.channels.stub.Tokenize, request, metadata)
         return reply, service.info or llm_pb2.LlmServiceGetInfoResponse()
 
     async def detokenize(
         self, model: str, request: llm_pb2.DetokenizeRequest, metadata: Metadata
     ) -> llm_pb2.DetokenizeResponse:
         """The text of token ids, likewise."""
-        return await self._short(self.pick(model, b"").link.stub.Detokenize, request, metadata)
+        return await self._short(self.pick(model, b"").channels.stub.Detokenize, request, metadata)
 
     async def _short(self, method: Callable[..., Awaitable[Reply]], request: Message, metadata: Metadata) -> Reply:
         try:

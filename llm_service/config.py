@@ -449,7 +449,7 @@ class LlmConfig(ServerConfig):
             raise ValueError("--encoder-cert needs --encoder-ca")
         if self.encoder_token and self.encoder_token_file:
             raise ValueError("give --encoder-token or --encoder-token-file, not both")
-        self.link()
+        self.encoder_security()
 
     def _check_prefill(self) -> None:
         _check_addresses("--prefill-services", self.prefill_services)
@@ -462,7 +462,7 @@ class LlmConfig(ServerConfig):
             raise ValueError("--prefill-cert and --prefill-key go together")
         if self.prefill_cert and not self.prefill_ca:
             raise ValueError("--prefill-cert needs --prefill-ca")
-        self.prefill_link()
+        self.prefill_security()
 
     def _check_ranks(self) -> None:
         device, nodes = self.chosen_device, self.meeting().nodes
@@ -520,8 +520,8 @@ class LlmConfig(ServerConfig):
             raise ValueError(f"--tp {self.tp} cannot be spread evenly over {nodes} --nodes")
         return Meeting(nodes, node_rank, host, int(port))
 
-    def prefill_link(self) -> ChannelSecurity:
-        """How services that compute prompts for this one are spoken to. Raises as `link`."""
+    def prefill_security(self) -> ChannelSecurity:
+        """How services that compute prompts for this one are spoken to. Raises as `encoder_security`."""
         files = self.prefill_ca, self.prefill_cert, self.prefill_key
         return _security("--prefill", *files, "", self.prefill_token_file)
 
@@ -530,7 +530,7 @@ class LlmConfig(ServerConfig):
         """Whether KV blocks come from other services, or go to them."""
         return self.lend_prefill or bool(self.prefill_services)
 
-    def link(self) -> ChannelSecurity:
+    def encoder_security(self) -> ChannelSecurity:
         """How encoders are spoken to. Raises ValueError where a file of it cannot be used, or holds no token."""
         files = self.encoder_ca, self.encoder_cert, self.encoder_key
         return _security("--encoder", *files, self.encoder_token, self.encoder_token_file)

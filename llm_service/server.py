@@ -29,7 +29,7 @@ from llm_service.embedder import Embedder
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.encoders.replica import LinkSettings
+from llm_service.encoders.replica import EncoderSettings
 from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.engine_client.client import EngineClient
 from llm_service.engine_client.mirrors import Mirrors
@@ -228,7 +228,7 @@ def _prefill_services(config: LlmConfig, model: _Model, engine: EngineClient) ->
     assert engine.blocks is not None, "blocks are exchanged"
     return PrefillServices(
         config.prefill_services,
-        config.prefill_link(),
+        config.prefill_security(),
         engine.blocks,
         model.kv_layout,
         block_size=config.block_size,
@@ -267,7 +267,7 @@ def _components(
     prompts, checkpoint = model.prompts, model.checkpoint
     media = MediaLayout.of(checkpoint.config, model.served.family)
     mirrors = engine.mirrors if config.row_mirror else None
-    pool = EncoderPool(config.encoders, _link_settings(config, model, media, mirrors, nixl))
+    pool = EncoderPool(config.encoders, _encoder_settings(config, model, media, mirrors, nixl))
     receiver = RowReceiver(pool, encoder_cache, config.encoder_wait_seconds)
     admission = Admission(
         max_requests=config.request_limit(),
@@ -399,15 +399,15 @@ async def _kv_events(
     return lambda: (publisher.published, publisher.dropped)
 
 
-def _link_settings(
+def _encoder_settings(
     config: LlmConfig, model: _Model, media: MediaLayout, mirrors: Mirrors | None, nixl: NixlReader | None
-) -> LinkSettings:
-    return LinkSettings(
+) -> EncoderSettings:
+    return EncoderSettings(
         digest=model.digest,
         layout=model.layout,
         merge=media.merge,
         layout_from_encoder=media.layout_from_encoder,
-        security=config.link(),
+        security=config.encoder_security(),
         timeout=config.encode_timeout_seconds,
         silence=config.encoder_silence_seconds,
         hedge=config.encoder_hedge_seconds,

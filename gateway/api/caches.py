@@ -49,4 +49,4 @@ class Caches:
 
 def _flush(metadata: Metadata) -> Callable[[LlmService], Awaitable[llm_pb2.LlmServiceFlushCacheResponse]]:
     request = llm_pb2.LlmServiceFlushCacheRequest()
-    return lambda service: service.link.stub.FlushCache(request, timeout=_SECONDS, metadata=tuple(metadata))
+    return lambda service: service.channels.stub.FlushCache(request, timeout=_SECONDS, metadata=tuple(metadata))

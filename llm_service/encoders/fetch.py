@@ -50,7 +50,7 @@ _LOOK_SECONDS = 0.5
 
 
 @dataclass(slots=True)
-class LinkCounters:
+class FetchCounters:
     """Totals since start; the contract's GetLoad says what each counts."""
 
     attempts: int = 0
@@ -60,14 +60,14 @@ class LinkCounters:
 
 
 @dataclass(slots=True)
-class Links:
+class FetchContext:
     """What all fetches share. `patience` is how long one waits for room at encoders that are full, in seconds."""
 
     pool: EncoderPool
     patience: float
     header_cache: HeaderCache = field(default_factory=HeaderCache)
     budget: RetryBudget = field(default_factory=RetryBudget)
-    counters: LinkCounters = field(default_factory=LinkCounters)
+    counters: FetchCounters = field(default_factory=FetchCounters)
 
 
 class Fetch:
@@ -78,11 +78,11 @@ class Fetch:
     """
 
     def __init__(
-        self, links: Links, item: MediaItem, identity: Identity, request: Request, known: KnownHeader | None
+        self, context: FetchContext, item: MediaItem, identity: Identity, request: Request, known: KnownHeader | None
     ) -> None:
         self.item = item
         self.header = None if known is None else known.header
-        self._links = links
+        self._context = context
         self._identity = identity
         self.stages: dict[str, Stage] = {}
         self._affinity = identity.affinity if known is None else known.affinity
@@ -96,8 +96,8 @@ class Fetch:
         self._attempt: Attempt | None = None
         self._hedged = False
         self._states_rows = False
-        patient_until = min(monotonic() + links.patience, request.deadline or float("inf"))
-        self._choice = EncoderChoice(links.pool, self._affinity, request, item.field, patient_until)
+        patient_until = min(monotonic() + context.patience, request.deadline or float("inf"))
+        self._choice = EncoderChoice(context.pool, self._affinity, request, item.field, patient_until)
 
     @property
     def has_content(self) -> bool:
@@ -117,7 +117,7 @@ class Fetch:
     def renewed(self) -> Fetch:
         """The same item to be fetched once more, whatever becomes of this fetch."""
         known = None if self.header is None else KnownHeader(self.header, self._affinity)
-        return Fetch(self._links, self.item, self._identity, self._request, known)
+        return Fetch(self._context, self.item, self._identity, self._request, known)
 
     async def fetch_header(self, on_wait: Callable[[], None] = lambda: None) -> Header:
         """The item's header: known from before, or from the first stream that says it, which then stays open.
@@ -132,14 +132,14 @@ class Fetch:
             finally:
                 self._choice.on_wait = waits_alone
         else:
-            self._links.counters.headers_known += 1
+            self._context.counters.headers_known += 1
         assert self.header is not None
         return self.header
 
     async def fetch_rows(self, cache: EncoderCache, entry: CacheEntry) -> None:
         """Lands the rows of an entry that are missing; raises what kept them from coming."""
         # Not this request's time alone: others may share the rows.
-        self._choice.patient_until = monotonic() + self._links.patience
+        self._choice.patient_until = monotonic() + self._context.patience
 
         async def receive() -> None:
             if self._attempt is None:
@@ -166,7 +166,7 @@ class Fetch:
             self.stages |= {f"encoder_{name}": stage for name, stage in self._attempt.stages.items()}
 
         await self._persistently(receive)
-        self._links.pool.quarantine.clear(self._affinity)
+        self._context.pool.quarantine.clear(self._affinity)
         if self._attempt is not None:
             self._attempt.replica.breaker.succeeded()
 
@@ -192,16 +192,16 @@ class Fetch:
 
     async def _open(self, first: int = 0) -> None:
         """Opens a stream at an encoder and waits for its header."""
-        links, choice = self._links, self._choice
+        context, choice = self._context, self._choice
         number = len(choice.tried)
         replica = await choice.next()
         if not number and not self._broke:
-            links.budget.earn()
+            context.budget.earn()
         self._attempt = Attempt(replica, number)
         choice.asks()
         header = await self._sooner(partial(self._fetch_header, first=first))
         self.header = header
-        links.header_cache.remember(self._names(header), header, self._salt, self._affinity)
+        context.header_cache.remember(self._names(header), header, self._salt, self._affinity)
 
     async def _fetch_header(self, attempt: Attempt, first: int) -> Header:
         """The item's header as its encoder says it, which must be as it is known already."""
@@ -215,7 +215,7 @@ class Fetch:
         return header
 
     async def _ask(self, attempt: Attempt, first: int) -> Header:
-        self._links.counters.attempts += 1
+        self._context.counters.attempts += 1
         asking = self._asking_of(attempt, first)
         with tracing.span("header", encoder=attempt.replica.address, attempt=attempt.number):
             header = await attempt.open(self._item(), asking)
@@ -233,7 +233,7 @@ class Fetch:
         await attempt.parallelise(self.item, self._asking_of(attempt, first), self.header, row_bytes)
         stream = await attempt.first_rows()
         if stream.has_rows and attempt.header is not None and not attempt.header.cached:
-            self._links.pool.learn(attempt.replica, stream.waited(), self.header.grid.patches)
+            self._context.pool.learn(attempt.replica, stream.waited(), self.header.grid.patches)
         return stream
 
     async def _sooner(self, work: Callable[[Attempt], Coroutine[Any, Any, T]]) -> T:
@@ -243,7 +243,7 @@ class Fetch:
         """
         assert self._attempt is not None
         race = {asyncio.create_task(work(self._attempt), name="ask an encoder"): self._attempt}
-        look = min(_LOOK_SECONDS, self._links.pool.settings.hedge / 4) or None
+        look = min(_LOOK_SECONDS, self._context.pool.settings.hedge / 4) or None
         try:
             while not self._is_over(race):
                 began = monotonic()
@@ -283,13 +283,13 @@ class Fetch:
     def _take_back(self, hedge: Attempt) -> None:
         self._hedged = False
         self._choice.tried.remove(hedge.replica.address)
-        self._links.budget.give_back()
-        self._links.counters.retries -= 1
+        self._context.budget.give_back()
+        self._context.counters.retries -= 1
 
     def _hedge(self, own: Attempt) -> Attempt | None:
         """Another attempt, beside one that is overdue, at an encoder that would have done long ago."""
         waited, pace = own.waited, own.replica.pace
-        if waited < self._links.pool.settings.hedge and not (waited and pace.is_slow_since(own.opened)):
+        if waited < self._context.pool.settings.hedge and not (waited and pace.is_slow_since(own.opened)):
             return None
         if (replica := self._elsewhere(own, waited)) is None:
             return None
@@ -301,15 +301,15 @@ class Fetch:
         """An encoder at which an item would wait far less than it has at its own, which turns slow by that. It is asked
         for at another one once, a retry is spent on that, and none is sought for what may be deadly, or lies at its
         own alone."""
-        links = self._links
-        if self._hedged or isinstance(self.item.source, Key) or links.pool.is_suspect(self._affinity):
+        context = self._context
+        if self._hedged or isinstance(self.item.source, Key) or context.pool.is_suspect(self._affinity):
             return None
         patches = 0 if self.header is None else self.header.grid.patches
         replica = self._choice.another(lambda replica: FAR_LONGER * replica.expected(patches) <= waited)
-        if replica is None or not links.budget.spend():
+        if replica is None or not context.budget.spend():
             return None
         self._hedged = True
-        links.counters.retries += 1
+        context.counters.retries += 1
         if own.replica.pace.overdue():
             _log.warning(
                 "an encoder is slow, and gets no items while others have room",
@@ -356,7 +356,7 @@ class Fetch:
         if self._identity.key not in (None, header.key) or header.modality != self.item.modality:
             raise DataLoss("an encoder sent another item's header")
         if self.header is not None and dataclasses.replace(header, cached=self.header.cached) != self.header:
-            self._links.header_cache.forget(self._names(self.header), self.header, self._salt)
+            self._context.header_cache.forget(self._names(self.header), self.header, self._salt)
             if self._identity.key is None:
                 raise Unavailable(
                     "the address returns other media than before", reason=MEDIA_CHANGED, field=self.item.field
@@ -380,7 +380,7 @@ class Fetch:
         if error.reason in (MEDIA_HOST, MEDIA_CHANGED):  # it is the item's doing, and no other can do better
             raise error
         if error.reason == ENCODER_SLOW:  # which may be the item's doing as well
-            if self._elsewhere(attempt, self._links.pool.settings.timeout) is None:
+            if self._elsewhere(attempt, self._context.pool.settings.timeout) is None:
                 raise error
             self._broke = True
             return
@@ -401,15 +401,15 @@ class Fetch:
             if self._lapses >= _ATTEMPTS:
                 raise error
             self._choice.tried.remove(replica.address)
-            self._links.counters.retries += 1
+            self._context.counters.retries += 1
             return
         _log.info("stream broke", address=replica.address, request_id=self._asking.request_id, reason=error.reason)
         self._failures += 1
         if self._failures >= _ATTEMPTS:
             raise error
-        if not self._links.budget.spend() and not (error.reason == UNREACHABLE and await replica.health.is_gone()):
+        if not self._context.budget.spend() and not (error.reason == UNREACHABLE and await replica.health.is_gone()):
             raise error
-        self._links.counters.retries += 1
+        self._context.counters.retries += 1
 
     def _charge(self, attempt: Attempt, error: TwinlensError, *, heard: bool) -> None:
         """Has the end of an attempt count for its encoder, which had `heard` of it. Raises Exhausted where the item

@@ -20,7 +20,7 @@ from llm_service.encoders.absence import Absence
 from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.health import EncoderHealth
 from llm_service.encoders.isolation import Isolation
-from llm_service.encoders.replica import LinkSettings, Replica
+from llm_service.encoders.replica import EncoderSettings, Replica
 from llm_service.encoders.wait_queue import WaitQueue
 
 _log = log.get("encoders")
@@ -52,7 +52,7 @@ class EncoderPool:
     """All encoders of one service, at `addresses` as `Resolver` takes them; streams at an encoder whose address has
     gone may go on to their end."""
 
-    def __init__(self, addresses: Sequence[str], settings: LinkSettings) -> None:
+    def __init__(self, addresses: Sequence[str], settings: EncoderSettings) -> None:
         self.settings = settings
         self.quarantine = Quarantine()
         self.isolation = Isolation()

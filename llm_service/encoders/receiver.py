@@ -26,7 +26,7 @@ from common.media.item import Header
 from common.stages import Stage
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
-from llm_service.encoders.fetch import Fetch, LinkCounters, Links
+from llm_service.encoders.fetch import Fetch, FetchContext, FetchCounters
 from llm_service.encoders.header_cache import KnownHeader
 from llm_service.encoders.item_identity import Identity, identify
 from llm_service.encoders.pool import EncoderPool
@@ -49,7 +49,7 @@ class RowReceiver:
         header_seconds: float = _HEADER_SECONDS,
     ) -> None:
         self._header_seconds = header_seconds
-        self._links = Links(pool, patience, budget=budget or RetryBudget())
+        self._context = FetchContext(pool, patience, budget=budget or RetryBudget())
         self.cache = cache
         self._others: dict[CacheEntry, Fetch | None] = {}
         """Entries that are filled by a key or an address alone, with the fetch of one who came with the content."""
@@ -57,9 +57,9 @@ class RowReceiver:
         """Entries that are here before their request has all of its headers, for the fetch that stands for each."""
 
     @property
-    def counters(self) -> LinkCounters:
+    def counters(self) -> FetchCounters:
         """Totals since start."""
-        return self._links.counters
+        return self._context.counters
 
     async def acquire(
         self,
@@ -132,11 +132,11 @@ class RowReceiver:
 
         async def fetch_header(item: MediaItem) -> None:
             began = time.perf_counter()
-            identity = await identify(item, self._links.pool.settings.digest, request.salt)
+            identity = await identify(item, self._context.pool.settings.digest, request.salt)
             ended = time.perf_counter()
             tracing.record([("hash", began, ended)], item=item.index)
             known = self._recall(item, identity, request.salt)
-            fetch = fetches[item.index] = Fetch(self._links, item, identity, request, known)
+            fetch = fetches[item.index] = Fetch(self._context, item, identity, request, known)
             fetch.stages["hash"] = Stage.between(began, ended)
             if known is None:
                 on_wait()
@@ -188,7 +188,7 @@ class RowReceiver:
         """What is known of an item from before. What an address gave is believed only where an encoder has said so of
         this address (it may refuse others), and its rows are here: if they had to be fetched again, the address might
         give something else by then."""
-        known = self._links.header_cache.find(identity.recalled, salt, item.modality)
+        known = self._context.header_cache.find(identity.recalled, salt, item.modality)
         if known is None or (identity.key is None and not self.cache.knows(known.header.rows_key)):
             return None
         return known

@@ -22,8 +22,8 @@ from llm_service.encoders.health import CHECK_SECONDS, EncoderHealth, Verdict
 from llm_service.encoders.pace import Pace
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
-from llm_service.encoders.transports.link import transports_from
 from llm_service.encoders.transports.nixl_reader import NixlReader
+from llm_service.encoders.transports.transports import transports_from
 from llm_service.engine_client.mirrors import Mirrors
 from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2
@@ -36,7 +36,7 @@ _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSettings:
+class EncoderSettings:
     """How this service deals with encoders.
 
     `digest` is what theirs must be, `merge` the patches on a side of one row, `layout_from_encoder` that
@@ -104,7 +104,7 @@ class Replica:
         self,
         address: str,
         name: str,
-        settings: LinkSettings,
+        settings: EncoderSettings,
         quarantine: Quarantine,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:

@@ -623,7 +623,7 @@ class TestSpecial:
         gateway, _ = configured(found["twinlens-gateway"], certificates, monkeypatch)
         assert encoder.tls_client_ca
         assert llm.tls_client_ca
-        assert llm.link().cert
+        assert llm.encoder_security().cert
         assert gateway.llm_cert
         assert gateway.tls_cert
         assert encoder.auth_token_file == llm.encoder_token_file
@@ -770,9 +770,9 @@ class TestPrefill:
         llm, _ = configured(found["twinlens-llm"], certificates, monkeypatch)
         prefill, _ = configured(found["twinlens-prefill"], certificates, monkeypatch)
         assert llm.prefill_token_file == prefill.auth_token_file != ""
-        assert llm.prefill_link().cert
+        assert llm.prefill_security().cert
         assert prefill.tls_client_ca
-        assert prefill.link().cert
+        assert prefill.encoder_security().cert
         volumes = {each["name"]: each for each in found["twinlens-prefill"]["spec"]["volumes"]}
         assert volumes["tls"]["secret"]["secretName"] == "twinlens-prefill-tls"
         assert volumes["llm-token"]["secret"]["secretName"] == "twinlens-llm-token"

@@ -14,7 +14,7 @@ from common.wire import DType, RowLayout
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.encoders.replica import LinkSettings
+from llm_service.encoders.replica import EncoderSettings
 from llm_service.request import MediaItem, Request, SamplingParams, TextPrompt
 from tests import pictures
 from tests.launch import Service, encoder_server, llm_server, stopped
@@ -66,7 +66,7 @@ async def test_a_large_item_comes_in_parts_whose_rows_are_those_of_one_stream(in
     file, info = pictures.encoded(pictures.noise(256, 256, 9_050)), inline.media.get_info()
     layout = RowLayout(info.levels, info.width, DType.FLOAT32)
     ours = {"shared_memory": False, "connections": 3, "part_bytes": 16 * layout.row_bytes}
-    settings = LinkSettings(digest=info.digest, layout=layout, merge=2, **ours)
+    settings = EncoderSettings(digest=info.digest, layout=layout, merge=2, **ours)
     pool = EncoderPool([inline.encoder.address], settings)
     with closing(EncoderCache(64 * layout.row_bytes, layout)) as cache:
         await pool.start()

@@ -304,7 +304,7 @@ def test_a_token_that_cannot_be_one_is_not_shown(capsys: pytest.CaptureFixture[s
 def test_what_stands_around_a_token_is_no_part_of_it() -> None:
     """A secret that is handed over as a variable often ends with a line feed, which no caller could send."""
     config = load(LlmConfig, "TEST", "", ["--model=m"], {"TEST_AUTH_TOKEN": "in\n", "TEST_ENCODER_TOKEN": "out\n"})
-    assert (config.accepted().tokens, config.link().token) == (("in",), "out")
+    assert (config.accepted().tokens, config.encoder_security().token) == (("in",), "out")
 
 
 @pytest.mark.parametrize("address", ["7001", ":7001", "127.0.0.1", "localhost:http", "127.0.0.1:99999", "127.0.0.1:-1"])

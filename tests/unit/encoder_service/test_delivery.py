@@ -18,7 +18,7 @@ from encoder_service import convert
 from encoder_service.delivery import Delivery, Event
 from encoder_service.engine import pipeline
 from encoder_service.engine.encode import EncoderEngine
-from encoder_service.transports.link import Link
+from encoder_service.transports.transports import Transports
 from encoder_service.worker.messages import BatchFailed
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.inline import Inline
@@ -46,7 +46,7 @@ class Bench:
 
     made: EncoderEngine
     worker: FakeChild
-    link: Link
+    transports: Transports
     reader: SharedMemory | Inline
     host: encoder_pb2.HostProof
     computed: int = 0
@@ -59,7 +59,7 @@ class Bench:
         """The stream of any item."""
         request = encoder_pb2.EncodeRequest(accepts=[self.reader.number], host=self.host)
         (item,) = convert.read_items([media], "", 0, tuple(Modality))
-        return one_by_one(Delivery(self.made, self.link, NoMeters(), request, 0, item))  # type: ignore[arg-type]
+        return one_by_one(Delivery(self.made, self.transports, NoMeters(), request, 0, item))  # type: ignore[arg-type]
 
     async def compute(self) -> None:
         """The worker computes the next frame group: rows that hold its number."""
@@ -142,18 +142,18 @@ async def bench(request, monkeypatch) -> AsyncIterator[Bench]:
 @asynccontextmanager
 async def opened(monkeypatch, *, shared: bool) -> AsyncIterator[Bench]:
     async with encoder(monkeypatch, answers=None, staging=1 << 18, max_units=1) as (made, worker):
-        opening = Link.open(made.pipeline.store, LAYOUT, shared_memory=True, folder="", lease_seconds=60)
-        async with opening as link:
+        opening = Transports.open(made.pipeline.store, LAYOUT, shared_memory=True, folder="", lease_seconds=60)
+        async with opening as transports:
             host, reader = encoder_pb2.HostProof(), Inline(LAYOUT.dtype)
             if shared:
                 monkeypatch.setattr(local_link, "_GREETING_SECONDS", 180.0)  # this process may stand still
                 reader = SharedMemory("", "", LAYOUT.dtype, lambda: None)
-                await reader.heard(encoder_pb2.EncoderServiceGetInfoResponse(local_socket=link.local_socket))
+                await reader.heard(encoder_pb2.EncoderServiceGetInfoResponse(local_socket=transports.local_socket))
                 assert reader.usable
             reader.prove(host)
-            yield Bench(made, worker, link, reader, host)
+            yield Bench(made, worker, transports, reader, host)
             reader.close()
-            await until(lambda: link.leases == 0)
+            await until(lambda: transports.leases == 0)
 
 
 async def test_rows_cross_before_the_last_group_is_computed(bench: Bench) -> None:
@@ -167,7 +167,7 @@ async def test_rows_cross_before_the_last_group_is_computed(bench: Bench) -> Non
         assert landed == rows_of(1, 2, 3, 4)
         last = [event async for event in events]
         assert last[-1].HasField("done")
-    assert bench.link.sent.rows == {bench.reader.number: TOKENS}
+    assert bench.transports.sent.rows == {bench.reader.number: TOKENS}
 
 
 async def test_what_lands_while_a_run_crosses_is_the_next_run(bench: Bench) -> None:
@@ -233,7 +233,7 @@ async def test_an_item_that_fails_is_an_error_of_its_calls_span(bench: Bench) ->
 async def test_a_stream_that_is_closed_between_two_groups_leaves_nothing(bench: Bench) -> None:
     async with aclosing(bench.events()) as events:
         await bench.computed_run(events)
-    assert bench.link.leases == 0
+    assert bench.transports.leases == 0
     await bench.finish()  # a worker had begun on it, so it runs to its end
 
 
@@ -241,11 +241,11 @@ async def test_a_reader_that_dies_in_the_middle_leaves_no_lease(monkeypatch) -> 
     monkeypatch.setattr(pipeline, "cut", lambda grid, *_: [(group, group + 1) for group in range(grid.t)])
     async with opened(monkeypatch, shared=True) as bench, aclosing(bench.events()) as events:
         await bench.computed_run(events)
-        assert bench.link.leases == 1
+        assert bench.transports.leases == 1
         bench.reader.close()
         bench.reader = Inline(LAYOUT.dtype)
         following = asyncio.create_task(bench.run(events))
-        await until(lambda: bench.link.leases == 0)
+        await until(lambda: bench.transports.leases == 0)
         await bench.finish()
         with pytest.raises(AssertionError, match="the stream ended"):  # the one way that was accepted is closed
             await following

@@ -23,7 +23,7 @@ from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.encoders.replica import LinkSettings
+from llm_service.encoders.replica import EncoderSettings
 from llm_service.request import MediaItem, Request, SamplingParams, TextPrompt
 from tests import waiting
 from twinlens import v1
@@ -216,7 +216,7 @@ async def bench(
             stack.push_async_callback(server.stop, None)
         cache = EncoderCache(rows * LAYOUT.row_bytes, LAYOUT)
         stack.callback(cache.close)
-        settings = LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2, timeout=30.0, silence=silence, **options)
+        settings = EncoderSettings(digest=DIGEST, layout=LAYOUT, merge=2, timeout=30.0, silence=silence, **options)
         pool = EncoderPool([encoder.address for encoder in encoders], settings)
         await pool.start()
         stack.push_async_callback(pool.stop)

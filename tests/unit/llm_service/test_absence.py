@@ -16,7 +16,7 @@ from common.rpc.channel import ChannelSecurity, open_channel
 from common.wire import DType, RowLayout
 from llm_service.encoders.absence import Absence, trouble
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.replica import LinkSettings
+from llm_service.encoders.replica import EncoderSettings
 from tests.unit.llm_service.scripted import ScriptedEncoder, bench, eventually
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -194,7 +194,7 @@ async def test_of_an_encoder_that_answers_while_its_streams_break_that_is_told()
 
 async def test_a_service_without_encoders_says_so_at_once() -> None:
     with capture_logs() as lines:
-        pool = EncoderPool([], LinkSettings(digest="", layout=RowLayout(1, 4, DType.FLOAT32), merge=2))
+        pool = EncoderPool([], EncoderSettings(digest="", layout=RowLayout(1, 4, DType.FLOAT32), merge=2))
         await pool.start()
         await pool.stop()
     assert [(line["log_level"], "no encoder is configured" in line["event"]) for line in lines] == [("warning", True)]

@@ -18,7 +18,7 @@ from common.wire import DType
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.health import EncoderHealth, Verdict
 from llm_service.encoders.pool import EncoderPool, WatchedReplica
-from llm_service.encoders.replica import LinkSettings, Replica
+from llm_service.encoders.replica import EncoderSettings, Replica
 from llm_service.encoders.transports import shared_memory
 from tests.unit.llm_service.scripted import DIGEST, LAYOUT, ScriptedEncoder, bench, hangs_after_the_header
 from twinlens import v1
@@ -124,7 +124,7 @@ async def test_nobody_waits_for_a_verdict_on_an_encoder_that_was_forgotten(healt
 @asynccontextmanager
 async def replica_of_a_pool(quarantine: Quarantine) -> AsyncIterator[tuple[EncoderPool, Replica]]:
     """A pool that knows one encoder, which nobody watches."""
-    pool = EncoderPool([], LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2))
+    pool = EncoderPool([], EncoderSettings(digest=DIGEST, layout=LAYOUT, merge=2))
     replica = Replica("127.0.0.1:1", "", pool.settings, quarantine)
     pool.replica_set.known[replica.address] = WatchedReplica(replica, asyncio.create_task(asyncio.Event().wait()))  # type: ignore[arg-type]
     replica.health.judge(ANSWERS)

@@ -23,7 +23,7 @@ from common.wire import DType, RowLayout, crc32c
 from encoder_service import convert
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
-from encoder_service.transports.link import Link
+from encoder_service.transports.transports import Transports
 from llm_service.encoders.transports import copier
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.nixl import Nixl
@@ -41,11 +41,11 @@ SIZE = ROWS * LAYOUT.row_bytes
 
 @dataclass
 class Bench:
-    """An entry of a store, the encoder's link over it, and what reads it."""
+    """An entry of a store, the encoder's transports over it, and what reads it."""
 
     store: EmbeddingStore
     entry: Entry
-    link: Link
+    transports: Transports
     agent: NixlAgent
     reader: NixlReader
     released: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Bench:
 
     def _release(self, lease: str) -> None:
         self.released.append(lease)
-        self.link.release([lease])
+        self.transports.release([lease])
 
     @property
     def data(self) -> bytes:
@@ -64,7 +64,7 @@ class Bench:
 
     async def heard(self, backend: str = "", *, waits: bool = True) -> None:
         """It `waits` until the agents are connected, be it longer than the moment that a question to an encoder has."""
-        told = convert.write_nixl_agent(self.link.nixl_memory)
+        told = convert.write_nixl_agent(self.transports.nixl_memory)
         if told is not None and backend:
             told.backend = backend
         await self.nixl.heard(encoder_pb2.EncoderServiceGetInfoResponse(nixl_agent=told))
@@ -83,7 +83,7 @@ class Bench:
     async def read(self, first: int = 0, **changes: Any) -> list[int]:
         """Reads rows as a stream's reader does, by a handle with these changes; the sizes of the pieces."""
         pieces: list[int] = []
-        stream = self.link.choose([NIXL], self.host, self.run(first)).send(self.run(first), self.host)
+        stream = self.transports.choose([NIXL], self.host, self.run(first)).send(self.run(first), self.host)
         async with aclosing(stream):
             async for message in stream:
                 assert isinstance(message, encoder_pb2.EncodeRows)
@@ -115,11 +115,11 @@ async def bench(backend: str = "UCX", *, places: int = 4, lease_seconds: float =
         await agent.start()
         await reader.start()
         given: dict[str, Any] = {"shared_memory": False, "folder": "", "lease_seconds": lease_seconds}
-        async with Link.open(store, LAYOUT, **given, nixl=agent) as link:
-            made = Bench(store, entry, link, agent, reader)
+        async with Transports.open(store, LAYOUT, **given, nixl=agent) as transports:
+            made = Bench(store, entry, transports, agent, reader)
             await made.heard()
             yield made
-            assert link.leases == 0, "a lease is left"
+            assert transports.leases == 0, "a lease is left"
             await eventually(lambda: reader.free == reader.places, "every place is free")
     finally:
         await reader.stop()
@@ -133,12 +133,12 @@ async def bench(backend: str = "UCX", *, places: int = 4, lease_seconds: float =
 async def test_rows_land_as_they_are_in_the_store_part_by_part(places: int) -> None:
     async with bench(places=places) as b:
         assert b.nixl.usable
-        assert b.link.numbers == [NIXL, INLINE]
+        assert b.transports.numbers == [NIXL, INLINE]
         first = 10 * LAYOUT.row_bytes
         assert await b.read(10) == [PART_BYTES, PART_BYTES, SIZE - first - 2 * PART_BYTES]
         assert bytes(b.target) == bytes(first) + b.data[first:]
         assert len(b.released) == 1
-        assert b.link.sent.rows == {NIXL: ROWS - 10}
+        assert b.transports.sent.rows == {NIXL: ROWS - 10}
 
 
 @pytest.mark.parametrize("backend", ["SPOILS", "FAILS", "DIES"])
@@ -165,13 +165,13 @@ async def test_after_a_failure_rows_come_otherwise_until_a_pause_is_over() -> No
 
 async def test_the_next_agent_of_an_encoder_is_not_asked_sooner_than_the_one_that_failed() -> None:
     async with bench("FAILS") as b:
-        before, child = b.link.nixl_memory, b.agent._child
+        before, child = b.transports.nixl_memory, b.agent._child
         assert child is not None
         with pytest.raises(DataLoss):
             await b.read()
         b.nixl._again = float("inf")  # however long another agent takes to start
         child.kill()
-        await eventually(lambda: b.link.nixl_memory not in (None, before), "there is another agent")
+        await eventually(lambda: b.transports.nixl_memory not in (None, before), "there is another agent")
         await b.heard()
         assert (b.nixl.usable, b.nixl._pause) == (False, 1.0)
 
@@ -240,10 +240,10 @@ async def test_a_reader_who_is_cancelled_after_a_failure_leaves_when_copies_have
 
 async def test_rows_that_are_written_over_after_their_lease_are_never_taken() -> None:
     async with bench(lease_seconds=0.05) as b:
-        stream = b.link.choose([NIXL], b.host, b.run()).send(b.run(), b.host)
+        stream = b.transports.choose([NIXL], b.host, b.run()).send(b.run(), b.host)
         message = await anext(stream)
         assert isinstance(message, encoder_pb2.EncodeRows)
-        await eventually(lambda: b.link.leases == 0, "the lease ends")
+        await eventually(lambda: b.transports.leases == 0, "the lease ends")
         b.store.buffer.slice(b.entry.span)[-4:] = b"\0\0\0\0"
         run = ArrivedRows(message.first_row, message.count, message.handle)
         pieces = b.nixl.receive(run, memoryview(b.target))
@@ -290,24 +290,24 @@ async def test_a_handle_that_contradicts_itself_is_refused_and_nothing_is_read(c
 async def test_who_is_not_connected_with_the_agent_that_there_is_gets_rows_inline() -> None:
     async with bench() as b:
         stranger = encoder_pb2.HostProof(nixl_agent="another")
-        b.link.check([NIXL, INLINE], stranger)
-        assert b.link.choose([NIXL, INLINE], stranger, b.run()).number == INLINE
+        b.transports.check([NIXL, INLINE], stranger)
+        assert b.transports.choose([NIXL, INLINE], stranger, b.run()).number == INLINE
         with pytest.raises(Precondition):
-            b.link.check([NIXL], stranger)
+            b.transports.check([NIXL], stranger)
         afar = b.host
         afar.boot_id = "another"
-        assert b.link.choose([NIXL, INLINE], afar, b.run()).number == NIXL
+        assert b.transports.choose([NIXL, INLINE], afar, b.run()).number == NIXL
 
 
 async def test_an_encoder_s_next_agent_is_found_and_the_one_before_is_let_go() -> None:
     async with bench() as b:
-        before = b.link.nixl_memory
+        before = b.transports.nixl_memory
         child = b.agent._child
         assert before is not None
         assert child is not None
         child.kill()
-        await eventually(lambda: b.link.nixl_memory not in (None, before), "there is another agent")
-        assert b.link.choose([NIXL, INLINE], b.host, b.run()).number == INLINE
+        await eventually(lambda: b.transports.nixl_memory not in (None, before), "there is another agent")
+        assert b.transports.choose([NIXL, INLINE], b.host, b.run()).number == INLINE
         await b.heard()
         assert b.nixl.usable
         assert not b.reader.agent.is_connected(before.agent)

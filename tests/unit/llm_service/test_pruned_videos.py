@@ -138,7 +138,7 @@ async def test_two_choices_of_one_videos_rows_are_two_entries() -> None:
     async with bench(ScriptedEncoder([keeps(ONE), keeps(OTHER)])) as b:
         await b.usable(1)
         (one,) = await b.take(film())
-        b.receiver._links.header_cache._known.clear()
+        b.receiver._context.header_cache._known.clear()
         (other,) = await b.take(film())
         assert (one.header.kept_rows, other.header.kept_rows) == (ONE, OTHER)
         assert one.header.key == other.header.key

@@ -11,7 +11,7 @@ import trustme
 from common.rpc.channel import ChannelSecurity
 from common.tokens import TokenFile
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.replica import LinkSettings
+from llm_service.encoders.replica import EncoderSettings
 from tests.unit.llm_service.scripted import LAYOUT
 from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeEncoder
@@ -44,7 +44,7 @@ def test_what_is_in_the_files_now_is_shown_to_encoders(tmp_path: Path) -> None:
 
     async def watch(address: str, encoder: Asked) -> None:
         security = ChannelSecurity(str(ca), str(cert), str(key), token_file=TokenFile(str(token)))
-        settings = LinkSettings(
+        settings = EncoderSettings(
             digest="0123456789abcdef",
             layout=LAYOUT,
             merge=2,

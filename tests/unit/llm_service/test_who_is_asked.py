@@ -15,7 +15,7 @@ from common.media.item import Key, Modality, Url
 from llm_service.encoders import choice
 from llm_service.encoders import pool as pool_module
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.replica import LinkSettings, Replica
+from llm_service.encoders.replica import EncoderSettings, Replica
 from llm_service.request import MediaItem, Request
 from tests.unit.llm_service.scripted import (
     DIGEST,
@@ -287,7 +287,7 @@ async def test_a_name_is_looked_up_and_one_that_cannot_be_hurts_no_other(bad: st
     async with bench(ScriptedEncoder()) as b:
         port = b.encoders[0].address.rpartition(":")[2]
         addresses = (f"dns:///{bad}:7001", f"dns:///localhost:{port}")
-        pool = EncoderPool(addresses, LinkSettings(digest=DIGEST, layout=LAYOUT, merge=2))
+        pool = EncoderPool(addresses, EncoderSettings(digest=DIGEST, layout=LAYOUT, merge=2))
         await pool.start()
         await eventually(lambda: any(replica.usable for replica in pool.replicas))
         await pool.stop()

@@ -1,4 +1,4 @@
-"""The encoder's link: which way is offered to whom, and what a local reader gets."""
+"""The encoder's transports: which way is offered to whom, and what a local reader gets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from common.row_frames import RowsFrame, unpack
 from common.wire import DType, RowLayout
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
-from encoder_service.transports.link import Link
+from encoder_service.transports.transports import Transports
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.shared_memory import Region
 from tests.clock import turns
@@ -39,12 +39,12 @@ ROWS = 4096  # 2 MiB: two inline chunks, and more than is copied on an event loo
 
 
 class Bench:
-    """A store with one entry, and a link over it."""
+    """A store with one entry, and transports over it."""
 
-    def __init__(self, store: EmbeddingStore, entry: Entry, link: Link) -> None:
+    def __init__(self, store: EmbeddingStore, entry: Entry, transports: Transports) -> None:
         self.store = store
         self.entry = entry
-        self.link = link
+        self.transports = transports
 
     def run(self, first: int = 0, end: int = ROWS, item: int = 0) -> RowRun:
         return RowRun(item, self.entry.allocation, first, end)
@@ -54,7 +54,7 @@ class Bench:
         return bytes(self.store.buffer.slice(self.entry.span))
 
     def region(self, folder: str = "") -> Region:
-        offered = self.link.local_socket
+        offered = self.transports.local_socket
         assert offered is not None
         return Region.open(offered.name, folder, offered.secret, LAYOUT.dtype)
 
@@ -77,8 +77,8 @@ async def bench(folder: str = "", **options: Any) -> AsyncIterator[Bench]:
     )
     entry = store.commit(allocation, Header(b"k" * 32, Modality.IMAGE, Grid(1, 128, 128), ROWS), "")
     given = {"shared_memory": True, "folder": folder, "lease_seconds": 60, **options}
-    async with Link.open(store, LAYOUT, **given) as link:
-        yield Bench(store, entry, link)
+    async with Transports.open(store, LAYOUT, **given) as transports:
+        yield Bench(store, entry, transports)
     store.unpin(entry.allocation)
     store.check_integrity(idle=True)
     buffer.close()
@@ -86,59 +86,59 @@ async def bench(folder: str = "", **options: Any) -> AsyncIterator[Bench]:
 
 async def test_inline_chunks_are_the_rows_from_the_first_that_is_wanted() -> None:
     async with bench() as b:
-        transport = b.link.choose([], encoder_pb2.HostProof(), b.run())
+        transport = b.transports.choose([], encoder_pb2.HostProof(), b.run())
         assert transport.number == INLINE
         frames = [unpack(run) async for run in transport.send(b.run(100, item=3), encoder_pb2.HostProof())]
         assert all(isinstance(frame, RowsFrame) and frame.item == 3 for frame in frames)
         assert b"".join(frame.data for frame in frames) == b.data[100 * LAYOUT.row_bytes :]
-        assert b.link.sent.rows == {INLINE: ROWS - 100}
+        assert b.transports.sent.rows == {INLINE: ROWS - 100}
 
 
 async def test_without_a_proof_rows_come_inline_or_not_at_all() -> None:
     async with bench() as b:
         for host in (encoder_pb2.HostProof(), encoder_pb2.HostProof(grant=b"made up" * 2)):
-            assert b.link.choose([SHARED, INLINE], host, b.run()).number == INLINE
-            b.link.check([SHARED, INLINE], host)
+            assert b.transports.choose([SHARED, INLINE], host, b.run()).number == INLINE
+            b.transports.check([SHARED, INLINE], host)
             with pytest.raises(Precondition):
-                b.link.check([SHARED], host)
+                b.transports.check([SHARED], host)
             with pytest.raises(Precondition):
-                b.link.choose([SHARED], host, b.run())
+                b.transports.choose([SHARED], host, b.run())
 
 
 async def test_where_every_lease_is_in_use_a_reader_takes_rows_inline_or_is_told_to_come_again() -> None:
     """What a caller has proved is not in question: with room it is served as before."""
     async with bench(slots=1) as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
+        stream = b.transports.choose([SHARED], host, b.run()).send(b.run(), host)
         await anext(stream)
-        assert b.link.choose([SHARED, INLINE], host, b.run()).number == INLINE
-        b.link.check([SHARED], host)
+        assert b.transports.choose([SHARED, INLINE], host, b.run()).number == INLINE
+        b.transports.check([SHARED], host)
         with pytest.raises(Exhausted) as full:
-            b.link.choose([SHARED], host, b.run())
+            b.transports.choose([SHARED], host, b.run())
         assert full.value.reason == "LEASES_FULL"
         assert full.value.retry_after
         with pytest.raises(Precondition):
-            b.link.choose([SHARED], encoder_pb2.HostProof(), b.run())
+            b.transports.choose([SHARED], encoder_pb2.HostProof(), b.run())
         await stream.aclose()
-        assert b.link.choose([SHARED], host, b.run()).number == SHARED
+        assert b.transports.choose([SHARED], host, b.run()).number == SHARED
         region.close()
 
 
 async def test_a_boot_id_of_another_host_rules_sharing_out() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        assert b.link.choose([SHARED, INLINE], host, b.run()).number == SHARED
+        assert b.transports.choose([SHARED, INLINE], host, b.run()).number == SHARED
         host.boot_id = "another"
-        assert b.link.choose([SHARED, INLINE], host, b.run()).number == INLINE
+        assert b.transports.choose([SHARED, INLINE], host, b.run()).number == INLINE
         host.boot_id = BOOT_ID
-        assert b.link.choose([SHARED, INLINE], host, b.run()).number == SHARED
+        assert b.transports.choose([SHARED, INLINE], host, b.run()).number == SHARED
         region.close()
 
 
 async def read(b: Bench, region: Region, host: encoder_pb2.HostProof, first: int, target: memoryview) -> list[int]:
     """Reads an entry's rows as a stream's reader does; the sizes of the pieces."""
     pieces: list[int] = []
-    async for message in b.link.choose([SHARED], host, b.run(first)).send(b.run(first), host):
+    async for message in b.transports.choose([SHARED], host, b.run(first)).send(b.run(first), host):
         assert isinstance(message, encoder_pb2.EncodeRows)
         run = ArrivedRows(message.first_row, message.count, message.handle)
         assert region.takes(run)
@@ -154,8 +154,8 @@ async def test_a_local_reader_copies_rows_and_the_lease_comes_back(tmp_path: Pat
         target = bytearray((ROWS - 10) * LAYOUT.row_bytes)
         assert sum(await read(b, region, host, 10, memoryview(target))) == len(target)
         assert bytes(target) == b.data[10 * LAYOUT.row_bytes :]
-        assert b.link.leases == 0
-        assert b.link.sent.rows == {SHARED: ROWS - 10}
+        assert b.transports.leases == 0
+        assert b.transports.sent.rows == {SHARED: ROWS - 10}
         region.close()
     assert not any(tmp_path.iterdir())  # noqa: ASYNC240
 
@@ -164,10 +164,10 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
     """A reader that sleeps in the middle of its copy for longer than the lease."""
     async with bench(lease_seconds=0.05) as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
+        stream = b.transports.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
         run = ArrivedRows(message.first_row, message.count, message.handle)
-        await eventually(lambda: b.link.leases == 0, "the lease ends")
+        await eventually(lambda: b.transports.leases == 0, "the lease ends")
         for written_over in (bytes(b.entry.span.size), b"\xff" * b.entry.span.size):  # by numbers, and by other things
             b.store.buffer.slice(b.entry.span)[:] = written_over
             with pytest.raises(Unavailable) as late:
@@ -182,31 +182,31 @@ async def test_rows_that_are_written_over_after_their_lease_are_never_taken() ->
 async def test_a_reader_that_goes_away_gives_its_leases_back_at_once() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
+        stream = b.transports.choose([SHARED], host, b.run()).send(b.run(), host)
         await anext(stream)
-        assert b.link.leases == 1
+        assert b.transports.leases == 1
         region.close()
         with pytest.raises(StopAsyncIteration):
             await asyncio.wait_for(anext(stream), 180)
-        assert b.link.leases == 0
+        assert b.transports.leases == 0
         with pytest.raises(Precondition):
-            b.link.choose([SHARED], host, b.run())
+            b.transports.choose([SHARED], host, b.run())
 
 
 async def test_who_greets_while_the_encoder_stands_still_is_handed_the_memory() -> None:
     """The greeting is here when the time for it is over."""
     async with bench() as b:
-        offered, local = b.link.local_socket, b.link._local
+        offered, local = b.transports.local_socket, b.transports._local
         assert offered is not None
         assert local is not None
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-            link.connect(f"\0{offered.name[1:]}")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(f"\0{offered.name[1:]}")
             await eventually(lambda: local._readers, "it is taken")
             await turns()
-            link.sendall(offered.secret)
+            client.sendall(offered.secret)
             time.sleep(1.2)  # noqa: ASYNC251
-            link.settimeout(180)
-            grant, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, link, 64, 2)
+            client.settimeout(180)
+            grant, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, client, 64, 2)
         for descriptor in descriptors:
             os.close(descriptor)
         assert (len(grant), len(descriptors)) == (16, 2)
@@ -215,10 +215,10 @@ async def test_who_greets_while_the_encoder_stands_still_is_handed_the_memory() 
 async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
+        stream = b.transports.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
         await stream.aclose()
-        assert b.link.leases == 0
+        assert b.transports.leases == 0
         run = ArrivedRows(message.first_row, message.count, message.handle)
         with pytest.raises(Unavailable) as late:
             await anext(region.receive(run, memoryview(bytearray(run.count * LAYOUT.row_bytes))))
@@ -229,9 +229,9 @@ async def test_a_stream_that_is_closed_gives_its_lease_back() -> None:
 async def test_a_lease_can_be_released_by_its_name() -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
+        stream = b.transports.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
-        assert b.link.release(["unknown", message.handle.lease]) == 1
+        assert b.transports.release(["unknown", message.handle.lease]) == 1
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
         region.close()
@@ -239,7 +239,7 @@ async def test_a_lease_can_be_released_by_its_name() -> None:
 
 async def test_a_wrong_secret_gets_nothing() -> None:
     async with bench() as b:
-        offered = b.link.local_socket
+        offered = b.transports.local_socket
         assert offered is not None
         with pytest.raises(OSError, match=r"nothing|reset"):
             await asyncio.to_thread(local_link.connect, offered.name, "", b"x" * SECRET_BYTES)
@@ -258,7 +258,7 @@ async def test_numbers_that_are_not_finite_are_refused() -> None:
 async def test_a_handle_that_points_outside_is_refused(change: dict[str, int]) -> None:
     async with bench() as b:
         region, host = await b.mapped()
-        stream = b.link.choose([SHARED], host, b.run()).send(b.run(), host)
+        stream = b.transports.choose([SHARED], host, b.run()).send(b.run(), host)
         message = await anext(stream)
         handle = encoder_pb2.RowsHandle()
         handle.CopyFrom(message.handle)
@@ -272,9 +272,9 @@ async def test_a_handle_that_points_outside_is_refused(change: dict[str, int]) -
 
 async def test_switched_off_there_is_no_socket_and_no_lease() -> None:
     async with bench(shared_memory=False) as b:
-        assert b.link.local_socket is None
-        assert b.link.numbers == [INLINE]
-        assert b.link.release(["x"]) == 0
+        assert b.transports.local_socket is None
+        assert b.transports.numbers == [INLINE]
+        assert b.transports.release(["x"]) == 0
 
 
 async def test_an_encoder_that_had_no_descriptor_left_hands_over_when_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

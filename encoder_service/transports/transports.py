@@ -25,7 +25,7 @@ from twinlens.v1 import encoder_pb2
 _SLOTS = 4096
 
 
-class Link:
+class Transports:
     """The transports of one encoder, the shortest way first."""
 
     def __init__(
@@ -58,8 +58,8 @@ class Link:
         pools: DevicePools | None = None,
         nixl: NixlAgent | None = None,
         slots: int = _SLOTS,
-    ) -> AsyncIterator[Link]:
-        """The link for the length of the block; `pools` are those of workers, where they are told to have any, and
+    ) -> AsyncIterator[Transports]:
+        """Them for the length of the block; `pools` are those of workers, where they are told to have any, and
         `nixl` the agent of the store's memory, where it has one. `slots` leases are given out at once; past that, rows
         go inline, to those who accept that.
 
