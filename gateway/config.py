@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.config import is_port, option, size, words
 from common.rpc.channel import ChannelSecurity
-from common.tokens import TokenFile
+from common.rpc.client_options import check_addresses, security
 from gateway.callers import Callers
 from twinlens import credentials
 
@@ -112,30 +112,17 @@ class GatewayConfig:
             raise ValueError("--listen must be HOST:PORT, with a port of at most 65535")
         if not self.llm:
             raise ValueError("--llm is needed: the addresses of LLM services")
-        for address in self.llm:
-            if address.startswith("file:///"):
-                continue
-            host, _, port = address.removeprefix("dns:///").rpartition(":")
-            if not host or "/" in host or not is_port(port):
-                raise ValueError(f"--llm: {address} is not host:port, dns:///name:port or file:///path")
+        check_addresses("--llm", self.llm)
         for origin in self.allow_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"--allow-origins: {origin} is neither * nor scheme://host[:port] in small letters")
-        for kind, cert, key in (("tls", self.tls_cert, self.tls_key), ("llm", self.llm_cert, self.llm_key)):
-            if bool(cert) != bool(key):
-                raise ValueError(f"--{kind}-cert and --{kind}-key go together")
-        if self.llm_cert and not self.llm_ca:
-            raise ValueError("--llm-cert needs --llm-ca")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("--tls-cert and --tls-key go together")
         if self.max_inflight_bytes < self.max_body_bytes:
             raise ValueError(
                 "--max-inflight-bytes must be at least --max-body-bytes, or the largest body would never be admitted"
             )
-        if self.llm_token and self.llm_token_file:
-            raise ValueError("give --llm-token or --llm-token-file, not both")
         credentials.check_files(cert=("--tls-cert", self.tls_cert), key=("--tls-key", self.tls_key))
-        credentials.check_files(
-            ca=("--llm-ca", self.llm_ca), cert=("--llm-cert", self.llm_cert), key=("--llm-key", self.llm_key)
-        )
         self.callers()
         self.llm_security()
 
@@ -149,6 +136,12 @@ class GatewayConfig:
         return Callers(self.auth_token_file)
 
     def llm_security(self) -> ChannelSecurity:
-        """How LLM services are spoken to. Raises ValueError where the token's file holds none."""
-        token_file = TokenFile(self.llm_token_file) if self.llm_token_file else None
-        return ChannelSecurity(self.llm_ca, self.llm_cert, self.llm_key, self.llm_token, token_file)
+        """How LLM services are spoken to. Raises ValueError as `security`."""
+        return security(
+            "--llm",
+            ca=self.llm_ca,
+            cert=self.llm_cert,
+            key=self.llm_key,
+            token=self.llm_token,
+            token_file=self.llm_token_file,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,11 @@ from common.devices import check_device, cuda_memory, default_device
 from common.media.item import Modality
 from common.nixl.agent import BACKENDS
 from common.rpc.channel import ChannelSecurity
+from common.rpc.client_options import check_addresses, security
 from common.rpc.server import LISTEN, ServerConfig
-from common.tokens import TokenFile, read_tokens
 from llm_service.cache_choice import AS_DTYPE, IN_8_BITS
 from llm_service.generation_config import check_override
 from llm_service.prompt.output_marks import REASONING_PARSERS, TOOL_CALL_PARSERS
-from twinlens import credentials
 
 _CPU_LIMITS, _GPU_LIMITS, _LARGE_GPU_LIMITS = (64, 512), (256, 4096), (256, 8192)
 """Sequences at once and tokens of a step, unless the options say otherwise."""
@@ -428,7 +427,7 @@ class LlmConfig(ServerConfig):
         self._check_adapters()
         if not self.model:
             raise ValueError("--model is needed: a checkpoint's folder, or its name on the Hugging Face hub")
-        _check_addresses("--encoders", self.encoders)
+        check_addresses("--encoders", self.encoders)
         self._check_ranks()
         if self.kernels == "torch" and self.attention == "numba":
             raise ValueError("--attention numba is one of the kernels that --kernels torch does without")
@@ -441,27 +440,17 @@ class LlmConfig(ServerConfig):
             raise ValueError("--kv-host-bytes needs --prefix-cache, which finds these blocks")
         self._check_kv_events()
         self._check_prefill()
-        if bool(self.encoder_cert) != bool(self.encoder_key):
-            raise ValueError("--encoder-cert and --encoder-key go together")
         if self.row_mirror and not self.shared_memory:
             raise ValueError("--row-mirror needs --shared-memory, which proves that both are on one host")
-        if self.encoder_cert and not self.encoder_ca:
-            raise ValueError("--encoder-cert needs --encoder-ca")
-        if self.encoder_token and self.encoder_token_file:
-            raise ValueError("give --encoder-token or --encoder-token-file, not both")
         self.encoder_security()
 
     def _check_prefill(self) -> None:
-        _check_addresses("--prefill-services", self.prefill_services)
+        check_addresses("--prefill-services", self.prefill_services)
         option = "--lend-prefill" if self.lend_prefill else "--prefill-services" if self.prefill_services else ""
         if option and not self.kv_host_bytes:
             raise ValueError(f"{option} needs --kv-host-bytes: KV blocks go from host to host")
         if option and self.meeting().nodes > 1:
             raise ValueError(f"{option} is for ranks on one host")
-        if bool(self.prefill_cert) != bool(self.prefill_key):
-            raise ValueError("--prefill-cert and --prefill-key go together")
-        if self.prefill_cert and not self.prefill_ca:
-            raise ValueError("--prefill-cert needs --prefill-ca")
         self.prefill_security()
 
     def _check_ranks(self) -> None:
@@ -521,9 +510,14 @@ class LlmConfig(ServerConfig):
         return Meeting(nodes, node_rank, host, int(port))
 
     def prefill_security(self) -> ChannelSecurity:
-        """How services that compute prompts for this one are spoken to. Raises as `encoder_security`."""
-        files = self.prefill_ca, self.prefill_cert, self.prefill_key
-        return _security("--prefill", *files, "", self.prefill_token_file)
+        """How services that compute prompts for this one are spoken to. Raises ValueError as `security`."""
+        return security(
+            "--prefill",
+            ca=self.prefill_ca,
+            cert=self.prefill_cert,
+            key=self.prefill_key,
+            token_file=self.prefill_token_file,
+        )
 
     @property
     def exchanges_blocks(self) -> bool:
@@ -531,27 +525,18 @@ class LlmConfig(ServerConfig):
         return self.lend_prefill or bool(self.prefill_services)
 
     def encoder_security(self) -> ChannelSecurity:
-        """How encoders are spoken to. Raises ValueError where a file of it cannot be used, or holds no token."""
-        files = self.encoder_ca, self.encoder_cert, self.encoder_key
-        return _security("--encoder", *files, self.encoder_token, self.encoder_token_file)
+        """How encoders are spoken to. Raises ValueError as `security`."""
+        return security(
+            "--encoder",
+            ca=self.encoder_ca,
+            cert=self.encoder_cert,
+            key=self.encoder_key,
+            token=self.encoder_token,
+            token_file=self.encoder_token_file,
+        )
 
 
 def _is_endpoint(text: str) -> bool:
     scheme, _, place = text.partition("://")
     host, _, port = place.rpartition(":")
     return bool(place) if scheme == "ipc" else scheme == "tcp" and bool(host) and is_port(port) and int(port) > 0
-
-
-def _security(option: str, ca: str, cert: str, key: str, token: str, token_file: str) -> ChannelSecurity:
-    file = TokenFile(token_file) if token_file else None
-    credentials.check_files(ca=(f"{option}-ca", ca), cert=(f"{option}-cert", cert), key=(f"{option}-key", key))
-    return ChannelSecurity(ca, cert, key, "".join(read_tokens(token, "")), file)
-
-
-def _check_addresses(option: str, addresses: Sequence[str]) -> None:
-    for address in addresses:
-        if address.startswith("file:///"):
-            continue
-        host, _, port = address.removeprefix("dns:///").rpartition(":")
-        if not host or "/" in host or not is_port(port):
-            raise ValueError(f"{option}: {address} is not host:port, dns:///name:port or file:///path")

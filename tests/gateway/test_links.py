@@ -134,7 +134,7 @@ def test_a_gateway_that_serves_knows_the_services_that_are_there() -> None:
     ("flags", "said_of_it"),
     [
         ({"tls_cert": "x"}, "--tls-cert and --tls-key go together"),
-        ({"llm": "nowhere"}, "--llm: nowhere is none of"),
+        ({"llm": "nowhere"}, "--llm: nowhere is not host:port"),
         ({"auth_token_file": "/nowhere"}, "cannot be read as tokens"),
         ({"max_inflight_bytes": 5}, "--max-inflight-bytes must be"),
         ({"listen": "8000"}, "--listen must be HOST:PORT, with a port of at most 65535"),

@@ -371,7 +371,7 @@ def test_the_call_is_refused_where_blocks_are_not_lent_or_not_alike(both: Pair, 
     [
         ({"lend_prefill": "yes"}, "--lend-prefill needs --kv-host-bytes"),
         ({"prefill_services": "127.0.0.1:1"}, "--prefill-services needs --kv-host-bytes"),
-        ({"prefill_services": "nowhere", "kv_host_bytes": "1MiB"}, "--prefill-services: nowhere is none of"),
+        ({"prefill_services": "nowhere", "kv_host_bytes": "1MiB"}, "--prefill-services: nowhere is not host:port"),
         ({"prefill_cert": "/nowhere"}, "--prefill-cert and --prefill-key go together"),
     ],
 )

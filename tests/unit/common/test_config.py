@@ -305,6 +305,8 @@ def test_what_stands_around_a_token_is_no_part_of_it() -> None:
     """A secret that is handed over as a variable often ends with a line feed, which no caller could send."""
     config = load(LlmConfig, "TEST", "", ["--model=m"], {"TEST_AUTH_TOKEN": "in\n", "TEST_ENCODER_TOKEN": "out\n"})
     assert (config.accepted().tokens, config.encoder_security().token) == (("in",), "out")
+    gateway = load(GatewayConfig, "TEST", "", [], {"TEST_LLM_TOKEN": "out\n"})
+    assert gateway.llm_security().token == "out"
 
 
 @pytest.mark.parametrize("address", ["7001", ":7001", "127.0.0.1", "localhost:http", "127.0.0.1:99999", "127.0.0.1:-1"])

@@ -1,0 +1,42 @@
+"""What every service asks of the options by which it calls others: `--NAME-ca`, `--NAME-cert` and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.config import is_port
+from common.rpc.channel import ChannelSecurity
+from common.tokens import TokenFile, read_tokens
+from twinlens import credentials
+
+
+def check_addresses(option: str, addresses: Sequence[str]) -> None:
+    """Raises ValueError for what is no address of a service.
+
+    >>> check_addresses("--llm", ["127.0.0.1:7002", "dns:///llm:7002", "file:///run/llms"])
+    >>> check_addresses("--llm", ["llm"])
+    Traceback (most recent call last):
+    ValueError: --llm: llm is not host:port, dns:///name:port or file:///path
+    """
+    for address in addresses:
+        if address.startswith("file:///"):
+            continue
+        host, _, port = address.removeprefix("dns:///").rpartition(":")
+        if not host or "/" in host or not is_port(port):
+            raise ValueError(f"{option}: {address} is not host:port, dns:///name:port or file:///path")
+
+
+def security(
+    prefix: str, *, ca: str = "", cert: str = "", key: str = "", token: str = "", token_file: str = ""
+) -> ChannelSecurity:
+    """How services are spoken to, by the options that begin with `prefix`. Raises ValueError where they contradict each
+    other, where a file of them cannot be used, and for a token that no header could carry."""
+    if bool(cert) != bool(key):
+        raise ValueError(f"{prefix}-cert and {prefix}-key go together")
+    if cert and not ca:
+        raise ValueError(f"{prefix}-cert needs {prefix}-ca")
+    if token and token_file:
+        raise ValueError(f"give {prefix}-token or {prefix}-token-file, not both")
+    credentials.check_files(ca=(f"{prefix}-ca", ca), cert=(f"{prefix}-cert", cert), key=(f"{prefix}-key", key))
+    file = TokenFile(token_file) if token_file else None
+    return ChannelSecurity(ca, cert, key, "".join(read_tokens(token, "")), file)
