@@ -7,8 +7,10 @@ import asyncio
 import faulthandler
 import os
 import signal
+from collections import deque
 from collections.abc import Callable
 from time import monotonic
+from traceback import walk_tb
 
 SIGNAL = signal.SIGUSR1
 
@@ -22,6 +24,18 @@ def write_when_asked() -> None:
     """For a child, before it starts any of its own: it writes its threads' stacks where its parent reads them."""
     if fd := os.environ.pop(_VARIABLE, ""):
         faulthandler.register(SIGNAL, file=int(fd), all_threads=True)
+
+
+def place(error: BaseException) -> str:
+    """What was raised, and where.
+
+    >>> import json
+    >>> try: json.loads("?")
+    ... except ValueError as error: place(error).rpartition(", ")[0]
+    'JSONDecodeError in json.decoder.JSONDecoder.raw_decode'
+    """
+    frame, line = deque(walk_tb(error.__traceback__), 1).pop()
+    return f"{type(error).__name__} in {frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}, line {line}"
 
 
 class Stacks:

@@ -216,6 +216,12 @@ class Unable(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Defect(msgspec.Struct, frozen=True, tag=True):
+    """The engine ends for an error of its own; `what` it is, and where, is for the operator."""
+
+    what: str
+
+
 class Started(msgspec.Struct, frozen=True, tag=True):
     """The first of a request's choices runs; `cached` prompt tokens came from the prefix cache."""
 
@@ -433,6 +439,7 @@ class Flushed(msgspec.Struct, frozen=True, tag=True):
 FromEngine = (
     Ready
     | Unable
+    | Defect
     | Started
     | RowsRead
     | RowsNeeded

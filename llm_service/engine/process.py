@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common import log, stacks
+from common import log, stacks, tasks
 from common.checkpoint import Checkpoint, CheckpointError
 from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
 from llm_service.engine.block_events import BlockEvents
@@ -21,7 +21,7 @@ from llm_service.engine.block_exchange import BlockExchange
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore, ReadAdapter, Wake
 from llm_service.engine.limits import SchedulerLimits
-from llm_service.engine.messages import AdapterRead, Beat, PullEnded, Ready, ToEngine, Unable
+from llm_service.engine.messages import AdapterRead, Beat, Defect, PullEnded, Ready, ToEngine, Unable
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Matchers, Structures
@@ -100,8 +100,7 @@ def serve(load: Load) -> None:
         _log_end()
     else:
         gc.enable()
-        threading.Thread(target=_decide, args=(core, steps), name="scheduler", daemon=True).start()
-        steps.work()
+        _run(core, steps, link)
 
 
 def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine]) -> tuple[EngineCore, StepQueue]:
@@ -211,14 +210,19 @@ def _goes_by_blocks(blocks: BlockManager, loaded: Loaded) -> bool:
     return blocks.prefix_cache and not blocks.state_slots and not loaded.chunk_rule.of_prompts
 
 
-def _decide(core: EngineCore, steps: StepQueue) -> None:
-    """Runs the loop until the front goes away; whatever ends it ends the process."""
+def _run(core: EngineCore, steps: StepQueue, link: ParentLink[ToEngine]) -> None:
+    """Computes what another thread decides until the front goes away; an error in either of them ends the process."""
+    decided = tasks.in_daemon_thread(core.run)
+    decided.add_done_callback(lambda _: steps.close())
     try:
-        core.run()
+        steps.work()
+        decided.result()
     except EOFError:
         _log_end()
-    finally:
-        steps.close()
+    except Exception as error:
+        with contextlib.suppress(EOFError):
+            link.send(Defect(stacks.place(error)))
+        raise
 
 
 def _log_end() -> None:

@@ -23,6 +23,7 @@ from llm_service.engine.messages import (
     BlocksChanged,
     BlocksCleared,
     Complete,
+    Defect,
     DropAdapter,
     EndSessions,
     Failed,
@@ -99,6 +100,7 @@ class EngineClient:
         self._spare = SpareEngine(*fds, wanted=spare_engine, module=module)
         self._on_ready = on_ready
         self._child: Child[FromEngine] | None = None
+        self._defect: dict[str, str] = {}
         self._keeper: asyncio.Task[None] | None = None
         self._handover = Handover(handover_seconds, 1 + settings.speculative_tokens)
         self._answers: dict[type, deque[asyncio.Future[FromEngine]]] = {State: deque(), Flushed: deque()}
@@ -294,7 +296,7 @@ class EngineClient:
 
     async def _live(self, child: Child[FromEngine]) -> bool:
         """One engine's life, to its end; whether it has served."""
-        self._child, served = child, False
+        self._child, self._defect, served = child, {}, False
         try:
             child.send(self._settings)
             async with Watch(child.process.pid, self._start_seconds, self._step_seconds) as watch:
@@ -307,7 +309,7 @@ class EngineClient:
             _log.error("the engine has ended", cause=str(error))
             self._fail_start(Internal(f"the engine could not start: {error}"))
             self._lose_all()
-            if found := await child.post_mortem():
+            if found := self._defect | await child.post_mortem():
                 _log.error("post-mortem of the engine", **found)
         finally:
             await child.stop()
@@ -360,6 +362,8 @@ class EngineClient:
                 self._take_blocks(message)
             case Beat(state):
                 self.latest, self.compiling, self.late_compiles = state, message.compiling, message.late_compiles
+            case Defect(what):
+                self._defect = {"defect": what}
             case Ready() | Unable() | PullEnded() | AdapterRead():
                 self._take_news(message)
 

@@ -9,7 +9,7 @@ import sys
 from llm_service.__main__ import main
 from llm_service.engine.process import Loaded, serve
 from llm_service.engine.step_queue import StepUnderWay
-from llm_service.plan import Masks, StepMemoryError, StepPlan
+from llm_service.plan import Masks, StepMemoryError, StepPlan, StepResult
 from llm_service.settings import EngineSettings
 from tests.light import engine
 
@@ -24,6 +24,17 @@ LARGE = 15
 """Whoever has a bias for this one has too little memory for steps of more tokens than the bias says."""
 
 
+BROKEN = 16
+"""Whoever has a bias for this one has the thread that decides find a defect."""
+
+
+class Broken:
+    """A step under way of which nothing can be told."""
+
+    def result(self) -> StepResult:
+        raise ValueError("broken")
+
+
 def _load(settings: EngineSettings, arena_fd: int) -> Loaded:
     loaded = engine.load(settings, arena_fd)
     launch = loaded.executor.launch
@@ -33,6 +44,8 @@ def _load(settings: EngineSettings, arena_fd: int) -> Loaded:
             os.kill(os.getpid(), signal.SIGKILL)
         if any(HANGING in draw.logit_bias for draw in plan.draws):
             signal.pause()
+        if any(BROKEN in draw.logit_bias for draw in plan.draws):
+            return Broken()
         if any(plan.tokens > draw.logit_bias.get(LARGE, plan.tokens) for draw in plan.draws):
             raise StepMemoryError("too little")
         return launch(plan, masks)

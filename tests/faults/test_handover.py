@@ -15,7 +15,7 @@ import pytest
 
 from tests import pictures
 from tests.faults.configuration import taken_away
-from tests.faults.deadly_engine import DEADLY, HANGING, LARGE
+from tests.faults.deadly_engine import BROKEN, DEADLY, HANGING, LARGE
 from tests.gateway.trio import Door
 from tests.gateway.trio import said as said_by
 from tests.launch import Service, gateway, launch, llm_server, send
@@ -248,6 +248,17 @@ def test_of_an_engine_that_hangs_the_log_says_where(checkpoint: Path) -> None:
         assert error.reason == "ENGINE_UNAVAILABLE"
         until(lambda: "in launch_or_die" in service.log.read_text(), "the log says where")
         until(lambda: len(answer(client, asked(user("and now?"))).choices[0].token_ids) == 8, "an engine serves")
+
+
+def test_of_an_engine_that_finds_a_defect_in_itself_the_log_says_what_and_where(checkpoint: Path) -> None:
+    flags = [f"--model={checkpoint}", "--listen=127.0.0.1:0", "--kv-cache-bytes=32MiB"]
+    with launch("tests.faults.deadly_engine", *flags) as service, LlmClient(service.address) as client:
+        breaking = asked(user("break"), drawn(logit_bias={BROKEN: -1.0}), max_handovers=0)
+        assert refusal(client, breaking).reason == "ENGINE_UNAVAILABLE"
+        until(lambda: "post-mortem of the engine" in service.log.read_text(), "it has been looked at")
+        (found,) = (line for line in service.log.read_text().splitlines() if "post-mortem of the engine" in line)
+        assert "ValueError in __main__.Broken.result, line " in found
+        assert "exit status 1" in found
 
 
 def heard(stream: Iterator[v1.GenerateResponse]) -> list[int]:
