@@ -19,7 +19,7 @@ from common import log
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.json_gaps import PATTERN, SETTINGS
-from llm_service.engine.token_masks import all_but, allows, either, mask_bytes, mask_of
+from llm_service.engine.token_masks import all_but, allows, either, mask_bytes, mask_of, only_token
 from llm_service.request import Structure, ThinkingBound, Trigger
 
 _log = log.get("structure")
@@ -89,6 +89,7 @@ class _Kept:
     compiled: LLMatcher
     bytes: int
     mask_bytes: int
+    tokenizer: LLTokenizer
 
     def matcher(self) -> Matcher:
         return _Counted(self.compiled.deep_copy(), self)
@@ -110,8 +111,14 @@ class _Counted:
 
     def compute_bitmask(self) -> bytes:
         # The library's has a bit for its own end of text behind the vocabulary, and so a word more where that is whole.
-        mask: bytes = self._matcher.compute_bitmask()
-        return mask[: self._kept.mask_bytes]
+        mask: bytes = self._matcher.compute_bitmask()[: self._kept.mask_bytes]
+        token = only_token(mask)
+        if token is None or not self._kept.tokenizer.is_special_token(token) or self._matcher.validate_tokens([token]):
+            return mask
+        # Where one text alone may come, and has a special token's name in it, the library allows that token, and then
+        # does not take it: the text's first sign may come.
+        sign = self._matcher.compute_ff_bytes().decode(errors="ignore")[:1].encode()
+        return mask_of(self._kept.tokenizer.tokenize_bytes(sign)[:1], 8 * len(mask)) if sign else mask
 
     def consume_token(self, token: int) -> bool:
         self._kept.bytes += _GROWTH
@@ -323,8 +330,9 @@ class Structures:
         name = (form.salt, form.grammar)
         kept = self._kept.pop(name, None)
         if kept is None or kept.bytes * _OUTGROWN > self._cache_bytes:
+            assert self._tokenizer is not None, "a grammar that was compiled before"
             size = max(_LEAST, form.bytes + len(form.grammar))
-            kept = _Kept(self._compiled(form.grammar), size, mask_bytes(self._vocab_size))
+            kept = _Kept(self._compiled(form.grammar), size, mask_bytes(self._vocab_size), self._tokenizer)
         self._kept[name] = kept
         held = self.kept_bytes
         while held > self._cache_bytes:

@@ -39,6 +39,18 @@ def allows(mask: bytes, token: int) -> bool:
     return bool(mask[token // 8] >> token % 8 & 1)
 
 
+def only_token(mask: bytes) -> int | None:
+    """The token that a mask allows, if it is one.
+
+    >>> only_token(b"\\x00\\x04"), only_token(b"\\x00\\x05"), only_token(b"\\x01\\x04")
+    (10, None, None)
+    """
+    if mask.count(0) != len(mask) - 1:
+        return None
+    at = len(mask) - len(mask.lstrip(b"\0"))
+    return None if mask[at] & (mask[at] - 1) else 8 * at + mask[at].bit_length() - 1
+
+
 def either(mask: bytes, tokens: Iterable[int]) -> bytes:
     """Allows what a mask that is not empty does, and these tokens.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from common.allocator import bytes_in_use
 from common.checkpoint import Checkpoint
@@ -63,6 +64,38 @@ def test_tokens_beyond_the_model_s_vocabulary_are_none_that_a_structure_knows(
         _, matcher = Structures(Checkpoint(each), VOCABULARY, [0]).compile(Structure("regex", "[a-z]+"))
         masks.append(matcher.compute_bitmask())
     assert masks[0] == masks[1]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("regex", "<think>é[0-9]</think> b", "<think>é5</think> b"),
+        ("json_schema", '{"const": "a </think> b"}', '"a </think> b"'),
+        ("grammar", 'start: <[600]> "<think>" "x"', "<think><think>x"),
+    ],
+)
+def test_a_text_that_alone_may_come_may_have_a_token_s_name_in_it(
+    checkpoint: Path, tmp_path: Path, special: bool, kind: Any, text: str, said: str
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    like = settings["added_tokens"][-1] | {"special": special}
+    for number, mark in enumerate(("<think>", "</think>"), VOCABULARY):
+        settings["added_tokens"].append({**like, "id": number, "content": mark})
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    structures = Structures(Checkpoint(folder), VOCABULARY + 2, [0])
+    matcher = structures.matcher(held(structures, Structure(kind, text)))
+    tokenizer, told = Tokenizer.from_file(str(folder / "tokenizer.json")), list[int]()
+    five = tokenizer.encode("5").ids[0]
+    while not matcher.is_stopped():
+        mask = matcher.compute_bitmask()
+        found = [token for token in range(VOCABULARY + 2) if mask[token // 8] >> token % 8 & 1]
+        told.append(five if five in found else found[-1])
+        assert matcher.consume_token(told[-1]), (tokenizer.decode(told), matcher.is_error())
+        if told[-1] == 0:
+            break
+    assert tokenizer.decode([token for token in told if token], skip_special_tokens=False) == said
 
 
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
