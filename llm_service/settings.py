@@ -134,4 +134,4 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """A rank has joined its group and loaded its share of the model."""
+    """A rank has joined its group and loaded its partition of the model."""

@@ -99,15 +99,15 @@ class Planner:
         prefills = self._decodes(schedule)
         budget = self._limits.max_step_tokens - sum(schedule.num_scheduled_tokens.values())
         if budget and (prefills or self._queues.waiting):
-            budget, share = self._share(len(schedule.num_scheduled_tokens), budget)
+            budget, in_order = self._prompt_budget(len(schedule.num_scheduled_tokens), budget)
             if budget:
-                budget = self._by_priority(schedule, prefills, budget, share)
+                budget = self._by_priority(schedule, prefills, budget, in_order)
                 self._by_length(schedule, prefills, budget)
         if self._limits.proposes:
             self._ask_for_proposals(schedule)
         return schedule
 
-    def _share(self, decodes: int, budget: int) -> tuple[int, int]:
+    def _prompt_budget(self, decodes: int, budget: int) -> tuple[int, int]:
         """What prompts may have of a budget of tokens beside so many decodes, and how much of that goes by priority:
         half of it. Where the pace leaves little it is not divided: steps take turns."""
         bearable = self._pace.prompt_tokens(decodes)
@@ -194,20 +194,20 @@ class Planner:
                 schedule.proposals[sequence] = most
                 room -= most
 
-    def _by_priority(self, schedule: Schedule, prefills: list[Sequence], budget: int, share: int) -> int:
-        """Spends a share of the budget by priority and arrival: nobody is overtaken for ever. What is left of all of
+    def _by_priority(self, schedule: Schedule, prefills: list[Sequence], budget: int, in_order: int) -> int:
+        """Spends `in_order` of the budget by priority and arrival: nobody is overtaken for ever. What is left of all of
         it."""
         schedule.closed = self._is_crowded() and not self._idle(schedule)
         waiting = () if schedule.closed else tuple(self._queues.waiting)
-        if share <= 0:  # nobody is looked at in order
+        if in_order <= 0:  # nobody is looked at in order
             schedule.closed |= self._first_lacks_room(waiting)
         for sequence in heapq.merge(prefills, waiting, key=order_of):
-            if share <= 0:
+            if in_order <= 0:
                 break
-            count = self._extend(sequence, schedule, share)
+            count = self._extend(sequence, schedule, in_order)
             if not count and self._keep_media_whole and not schedule.num_scheduled_tokens.get(sequence):
                 count = self._extend(sequence, schedule, budget)
-            share -= count
+            in_order -= count
             budget -= count
         return budget
 

@@ -63,7 +63,7 @@ class BlockIndexedAttention(SelfAttention):
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
-        self.index = BlockIndexer(config, group.kv_share(config.kv_heads), dtype)
+        self.index = BlockIndexer(config, group.kv_partition(config.kv_heads), dtype)
         self._scale = self._kind.softmax_scale(self.head_dim)
 
     def cache_spec(self) -> IndexedKV:

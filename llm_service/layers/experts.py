@@ -54,7 +54,7 @@ class GroupedProduct(Protocol):
 class Experts(nn.Module):
     """All experts' weights, stacked: gate_up_proj [experts, 2 · inner, hidden], down_proj [experts, hidden, inner].
 
-    `inner` is this rank's share; gate and up are each split, so that the halves stay side by side. Where the group is
+    `inner` is this rank's part; gate and up are each split, so that the halves stay side by side. Where the group is
     `expert_parallel`, `experts` is: the rank has its `own` of all `count`, whole. A checkpoint has them stacked, with
     gate and up as one or as two, or each expert's three matrices apart, as quantised ones do, by the expert's number
     before the matrix's name or behind it. Of stacked ones inputs come first with `inputs_first`, else where no other
@@ -78,17 +78,17 @@ class Experts(nn.Module):
         super().__init__()
         self._inputs_first = inputs_first
         self.count, self._inner, self._activation = count, inner, activation
-        self.own, self._share = group.expert_shares(count, inner)
+        self.own, self._partition = group.expert_partition(count, inner)
         self._has_gates, self._apart = has_gates, _WITH_GATES if has_gates else _WITHOUT_GATES
         self.laid_out: list[tuple[LaidOut, LaidOut]] = []
         self.grouped: tuple[GroupedProduct, GroupedProduct] | None = None
         self._missing = {(kind, expert) for kind in self._apart for expert in self._numbers()}
         self._quantized: dict[tuple[str, int], QuantizedWeight] = {}
         self.cuts_groups = False  # whether this rank's part of an expert begins or ends within a group of scales
-        here, share = length(self.own), length(self._share)
-        opened = (1 + has_gates) * share
+        here, part = length(self.own), length(self._partition)
+        opened = (1 + has_gates) * part
         self.gate_up_proj = nn.Parameter(torch.empty(here, opened, hidden, dtype=dtype), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(here, hidden, share, dtype=dtype), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(here, hidden, part, dtype=dtype), requires_grad=False)
 
     def _numbers(self) -> range:
         """Of the experts that this rank has."""
@@ -119,19 +119,19 @@ class Experts(nn.Module):
         if isinstance(stored, StoredStack):
             self._place_quantized(kind, stored)
             return
-        target, shape, share = getattr(self, kind), tuple(stored.get_shape()), self._share
+        target, shape, part = getattr(self, kind), tuple(stored.get_shape()), self._partition
         if kind == "gate_up_proj":
-            up = slice(self._inner + share.start, self._inner + share.stop)
-            rows = (share, up) if self._has_gates else (share,)
+            up = slice(self._inner + part.start, self._inner + part.stop)
+            rows = (part, up) if self._has_gates else (part,)
             if self._has_inputs_first(shape, target.shape[2], len(rows) * self._inner):
                 parts = [stored[self.own, :, part].transpose(1, 2) for part in rows]
             else:
                 parts = [stored[self.own, part] for part in rows]
             source = torch.cat(parts, dim=1)
         elif self._has_inputs_first(shape, self._inner, target.shape[1]):
-            source = stored[self.own, share].transpose(1, 2)
+            source = stored[self.own, part].transpose(1, 2)
         else:
-            source = stored[self.own, :, share]
+            source = stored[self.own, :, part]
         if shape[0] != self.count or source.shape != target.shape:
             raise ValueError(f"it is {shape}, which does not fit {tuple(target.shape)}")
         target.copy_(source)
@@ -158,14 +158,14 @@ class Experts(nn.Module):
         if (stated := stored.get_shape()[0]) != self.count:
             raise ValueError(f"it is of {stated} experts, expected {self.count}")
         begin = self.gate_up_proj.shape[1] // 2 if kind == "up_proj" else 0
-        fill(self.gate_up_proj[:, begin : begin + self.gate_up_proj.shape[1] // 2], stored[self.own, self._share])
+        fill(self.gate_up_proj[:, begin : begin + self.gate_up_proj.shape[1] // 2], stored[self.own, self._partition])
         self._missing -= {each for each in self._missing if each[0] == kind}
 
     def _place_one(self, kind: str, expert: int, stored: Stored, first: int = 0) -> None:
         """One matrix of one expert, [out, in], whose outputs begin at `first`."""
-        share, size, number = self._share, length(self._share), expert - self.own.start
+        part, size, number = self._partition, length(self._partition), expert - self.own.start
         whole = self.down_proj if kind == "down_proj" else self.gate_up_proj
-        source = stored[:, share] if kind == "down_proj" else stored[first + share.start : first + share.stop]
+        source = stored[:, part] if kind == "down_proj" else stored[first + part.start : first + part.stop]
         begin = size if kind == "up_proj" and self._has_gates else 0
         target = whole[number] if kind == "down_proj" else whole[number, begin : begin + size]
         if isinstance(source, QuantizedWeight) and source.shape == target.shape:

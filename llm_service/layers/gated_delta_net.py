@@ -63,7 +63,7 @@ class GatedDeltaNet(nn.Module):
         self._group = group
         assert config.delta_net is not None, "a layer of this kind needs them"
         sizes = config.delta_net
-        keys = group.share(sizes.key_heads)
+        keys = group.partition(sizes.key_heads)
         each = sizes.value_heads // sizes.key_heads
         values = slice(keys.start * each, keys.stop * each)
         self._eps, self._gates = config.norm_eps, config.delta_gates

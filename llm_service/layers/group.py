@@ -1,4 +1,4 @@
-"""The tensor-parallel group as layers see it: which share of a dimension is theirs, and how shares become whole.
+"""The tensor-parallel group as layers see it: which part of a dimension is theirs, and how parts become whole.
 
 Columns of a first product and rows of the next are split (Shoeybi et al. 2019), so that a block needs one sum.
 """
@@ -51,10 +51,10 @@ class TensorGroup:
         """The same ranks, who speak over the CPUs' group: for what is computed before devices are used."""
         return self if self.process_group is None else replace(self, process_group=dist.group.WORLD, sums=None)
 
-    def share(self, total: int) -> slice:
+    def partition(self, total: int) -> slice:
         """This rank's part of a dimension that the group's size divides; raises ValueError where it does not.
 
-        >>> TensorGroup(1, 2).share(6)
+        >>> TensorGroup(1, 2).partition(6)
         slice(3, 6, None)
         """
         if total % self.size:
@@ -62,33 +62,33 @@ class TensorGroup:
         part = total // self.size
         return slice(self.rank * part, (self.rank + 1) * part)
 
-    def expert_shares(self, experts: int, inner: int) -> tuple[slice, slice]:
-        """Which experts this rank has, and which part of the inner dimension of each. Raises ValueError as `share`.
+    def expert_partition(self, experts: int, inner: int) -> tuple[slice, slice]:
+        """Which experts this rank has, and which part of the inner dimension of each. Raises ValueError as `partition`.
 
-        >>> TensorGroup(1, 2).expert_shares(6, 8)
+        >>> TensorGroup(1, 2).expert_partition(6, 8)
         (slice(0, 6, None), slice(4, 8, None))
-        >>> TensorGroup(1, 2, expert_parallel=True).expert_shares(6, 8)
+        >>> TensorGroup(1, 2, expert_parallel=True).expert_partition(6, 8)
         (slice(3, 6, None), slice(0, 8, None))
         """
         if not self.expert_parallel:
-            return slice(0, experts), self.share(inner)
+            return slice(0, experts), self.partition(inner)
         if experts % self.size:
             raise ValueError(f"{experts} experts cannot be given whole to {self.size} ranks: these do not divide them")
-        return self.share(experts), slice(0, inner)
+        return self.partition(experts), slice(0, inner)
 
-    def vocabulary_share(self, total: int) -> slice:
+    def vocab_partition(self, total: int) -> slice:
         """This rank's part of the vocabulary, which need not divide: the last parts may be shorter, or empty."""
         part = -(-total // self.size)
         return slice(min(total, self.rank * part), min(total, (self.rank + 1) * part))
 
-    def kv_share(self, kv_heads: int) -> slice:
+    def kv_partition(self, kv_heads: int) -> slice:
         """This rank's KV heads; where ranks outnumber them, several ranks hold the same one.
 
-        >>> [TensorGroup(rank, 4).kv_share(2) for rank in range(4)]
+        >>> [TensorGroup(rank, 4).kv_partition(2) for rank in range(4)]
         [slice(0, 1, None), slice(0, 1, None), slice(1, 2, None), slice(1, 2, None)]
         """
         if self.size <= kv_heads:
-            return self.share(kv_heads)
+            return self.partition(kv_heads)
         if self.size % kv_heads:
             raise ValueError(f"{kv_heads} KV heads cannot be shared by {self.size} ranks")
         head = self.rank * kv_heads // self.size
@@ -138,7 +138,7 @@ class TensorGroup:
             highest = x.gather(1, own.unsqueeze(1)).squeeze(1) + 0.0  # of the two zeros one
             bits = highest.view(torch.int32)
             order = (bits ^ ((bits >> 31) & _MAGNITUDE)).masked_fill(highest.isnan(), _MAGNITUDE)
-            keys = (order.long() << 32) + (_MAGNITUDE - self.vocabulary_share(total).start - own)
+            keys = (order.long() << 32) + (_MAGNITUDE - self.vocab_partition(total).start - own)
         dist.all_reduce(keys, dist.ReduceOp.MAX, group=self.process_group)
         return _MAGNITUDE - (keys & _MAGNITUDE)
 

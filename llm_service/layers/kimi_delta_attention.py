@@ -57,7 +57,7 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         self._group, sizes = group, config.kimi_delta
         assert sizes is not None, "a layer of this kind needs them"
-        own, dim, every = group.share(sizes.heads), sizes.head_dim, sizes.heads * sizes.head_dim
+        own, dim, every = group.partition(sizes.heads), sizes.head_dim, sizes.heads * sizes.head_dim
         values = slice(own.start * dim, own.stop * dim)
         self._eps, self._least, self._dtype = config.norm_eps, sizes.least, dtype
         self.shape = KdaShape(length(own), dim, sizes.width)

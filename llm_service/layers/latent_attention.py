@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self._group, self.shape, self._grows = group, config.latent_heads(kind), config.rotary.tempering is not None
         heads, whole = config.heads_of(kind), slice(0, config.hidden_size)
-        shape, own = self.shape, group.share(heads)
+        shape, own = self.shape, group.partition(heads)
         self._kind = AttentionKind(kind.sight, shape.scale)
         self.heads = length(own)
         self.growth = LearnedGrowth(own) if config.rotary.learned else None

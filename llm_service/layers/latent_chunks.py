@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.attention.one_head import attend_to_one
-from llm_service.layers.attention.scored import shares_of
+from llm_service.layers.attention.scored import softmax_with_sinks
 from llm_service.layers.attention.torch_backend import TorchBatch
 from llm_service.layers.latent_products import LatentProducts
 from llm_service.model_config.latent import LatentHeads
@@ -71,7 +71,7 @@ def attend_expanded(
             scores.mul_(shape.scale)
             if mask is not None:
                 scores.masked_fill_(~mask[here], -torch.inf)
-            out[here, head] = shares_of(scores, None if sinks is None else sinks[head]) @ values
+            out[here, head] = softmax_with_sinks(scores, None if sinks is None else sinks[head]) @ values
 
 
 def _stretches(count: int, seen: int) -> Iterator[slice]:

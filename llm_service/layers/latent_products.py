@@ -18,7 +18,7 @@ class LatentProducts(nn.Module):
 
     def __init__(self, shape: LatentHeads, heads: int, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        self._shape, own, rows = shape, group.share(heads), shape.plain + shape.value
+        self._shape, own, rows = shape, group.partition(heads), shape.plain + shape.value
         self._rows = slice(own.start * rows, own.stop * rows)
         weight = torch.empty(own.stop - own.start, rows, shape.rank, dtype=dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)

@@ -144,8 +144,8 @@ class PackedLinear(Linear):
         end = begin + sum(map(length, self.parts[part]))
         return torch.arange(begin, end) if self._order is None else self._order[begin:end]
 
-    def share(self, part: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's share of the two matrices of an adapter, A [r, all inputs] and B [all outputs, r] of a part."""
+    def partition(self, part: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's partition of an adapter's two matrices, A [r, all inputs] and B [all outputs, r] of a part."""
         return a[:, self._inputs], torch.cat([b[rows] for rows in self.parts[part]])
 
     def targets(self, _: str, /) -> dict[str, Place]:
@@ -234,17 +234,17 @@ class VocabularyEmbedding(nn.Module):
         super().__init__()
         self._norm_eps = norm_eps
         self._scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
-        self.share = group.vocabulary_share(total)
+        self.partition = group.vocab_partition(total)
         self._group = group
         self._dtype = dtype
-        self.weight = nn.Parameter(torch.empty(length(self.share), hidden, dtype=dtype), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(length(self.partition), hidden, dtype=dtype), requires_grad=False)
 
     def targets(self, own: str) -> dict[str, Place]:
         """See `Placed`."""
         return {f"{own}.weight": self._fill}
 
     def _fill(self, stored: Stored) -> None:
-        fill(self.weight, stored[self.share])
+        fill(self.weight, stored[self.partition])
         if self._norm_eps is not None:
             for rows in self.weight.split(_AT_ONCE):
                 rows.copy_(functional.rms_norm(rows.float(), rows.shape[1:], eps=self._norm_eps))
@@ -257,7 +257,7 @@ class VocabularyEmbedding(nn.Module):
         """int [n] → [n, hidden]."""
         if self._group.size == 1:
             return self._rows(token_ids)
-        local = token_ids - self.share.start
+        local = token_ids - self.partition.start
         foreign = (local < 0) | (local >= self.weight.shape[0])
         if not len(self.weight):
             return self._group.sum(self.weight.new_zeros(len(token_ids), self.weight.shape[1], dtype=self._dtype))

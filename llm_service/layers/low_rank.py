@@ -19,7 +19,7 @@ Runs = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """This rank's share of A [r, inputs] and B [outputs of a part, r], whose product is to be multiplied by `scale`: in
+    """This rank's part of A [r, inputs] and B [outputs of a part, r], whose product is to be multiplied by `scale`: in
     float32 between the two, since B times it would need more bits than B."""
 
     a: Tensor

@@ -64,7 +64,7 @@ class Mamba2(nn.Module):
         self._group, self._eps = group, config.norm_eps
         assert config.mamba2 is not None, "a layer of this kind needs them"
         sizes = config.mamba2
-        groups, heads = group.share(sizes.groups), group.share(sizes.heads)
+        groups, heads = group.partition(sizes.groups), group.partition(sizes.heads)
         values, keys = _numbers(heads, sizes.head_dim), _numbers(groups, sizes.state_dim)
         self.shape = Mamba2Shape(
             length(groups), length(heads), sizes.head_dim, sizes.state_dim, sizes.width, sizes.least_step

@@ -48,7 +48,7 @@ class MLP(nn.Module):
         if stored_as:
             self.stored_as = stored_as
         self._group, self.activation = group, activation
-        own, whole = group.share(inner), slice(0, hidden)
+        own, whole = group.partition(inner), slice(0, hidden)
         parts: dict[str, slice | tuple[slice, ...]] = {"gate_proj": own, "up_proj": own}
         if fused:
             parts = {"gate_up_proj": (own, slice(inner + own.start, inner + own.stop))}
@@ -116,7 +116,7 @@ class SquaredMLP(nn.Module):
         if stored_as:
             self.stored_as = stored_as
         self._group = group
-        own, whole = group.share(inner), slice(0, hidden)
+        own, whole = group.partition(inner), slice(0, hidden)
         self.up = PackedLinear(whole, {"up_proj": own}, bias=biases, dtype=dtype)
         self.down = SummedLinear(own, {"down_proj": whole}, group, bias=biases, dtype=dtype)
 

@@ -67,9 +67,9 @@ class ModalityRouters(nn.Module):
 
     def forward(self, x: Tensor, of: int) -> Pair:
         """[n, hidden] → weights, of the same type, and numbers of experts int64, [n, per_token] each."""
-        shares = functional.linear(x.float(), self.weight[of]).softmax(-1)
-        chosen = (shares + self.correction[of]).topk(self._per_token, dim=-1).indices
-        weights = shares.gather(1, chosen)
+        probabilities = functional.linear(x.float(), self.weight[of]).softmax(-1)
+        chosen = (probabilities + self.correction[of]).topk(self._per_token, dim=-1).indices
+        weights = probabilities.gather(1, chosen)
         return (weights / weights.sum(-1, keepdim=True).clamp(min=self._least)).to(x.dtype), chosen
 
 

@@ -127,9 +127,13 @@ class NgramTable(VocabularyEmbedding):
         rows, width = stored.get_shape()
         if width != self.weight.shape[1] or first + rows > self._total:
             raise ValueError(f"it is {(rows, width)}, expected {tuple(self.weight.shape)} in all")
-        begin, end = max(first, self.share.start), min(first + rows, self.share.stop)
+        own = self.partition
+        begin, end = max(first, own.start), min(first + rows, own.stop)
         if begin < end:
-            fill(self.weight[begin - self.share.start : end - self.share.start], stored[begin - first : end - first])
+            fill(
+                self.weight[begin - own.start : end - own.start],
+                stored[begin - first : end - first],
+            )
             self._missing -= end - begin
 
     def whole(self) -> bool:

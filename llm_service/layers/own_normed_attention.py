@@ -48,7 +48,7 @@ class OwnNormedAttention(SelfAttention):
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
-        heads = group.share(config.heads_of(kind)), group.kv_share(config.head_shape(kind).kv_heads)
+        heads = group.partition(config.heads_of(kind)), group.kv_partition(config.head_shape(kind).kv_heads)
         self.q_norm, self.k_norm = (HeadNorms(own, self.head_dim, dtype) for own in heads)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:

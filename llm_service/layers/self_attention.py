@@ -38,9 +38,9 @@ class SelfAttention(nn.Module):
         self._keys_of = kind.keys_of
         shape = config.head_shape(kind)
         self.head_dim, self.eps, self._keys_as_values = shape.head_dim, config.norm_eps, shape.keys_as_values
-        shared, own = group.kv_share(shape.kv_heads), group.share(config.heads_of(kind))
+        shared, own = group.kv_partition(shape.kv_heads), group.partition(config.heads_of(kind))
         self.heads, self.kv_heads, self.has_gates = length(own), length(shared), family.attention.output_gate
-        self.all_kv_heads, self.kv_share = shape.kv_heads, shared
+        self.all_kv_heads, self.kv_partition = shape.kv_heads, shared
         self._gates_apart = family.attention.separate_gate
         self.new_keys = self.kv_heads if kind.keys_of is None else 0
         query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)

@@ -108,7 +108,7 @@ class ShortConvolution(nn.Module):
         super().__init__()
         self._group = group
         hidden, width = config.hidden_size, config.convolution_width
-        own, whole = group.share(hidden), slice(0, hidden)
+        own, whole = group.partition(hidden), slice(0, hidden)
         self._channels = length(own)
         parts = tuple(slice(first + own.start, first + own.stop) for first in (0, hidden, 2 * hidden))
         self.in_proj = PackedLinear(whole, {"in_proj": parts}, bias=False, dtype=dtype)

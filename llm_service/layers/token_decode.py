@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llm_service.layers.attention.backend import AttentionBackend
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.layers.attention.scored import shares_of
+from llm_service.layers.attention.scored import softmax_with_sinks
 from llm_service.layers.chosen_chunks import PagedChoice
 from llm_service.layers.index_keys import ROOM, IndexQuery, best
 
@@ -104,8 +104,8 @@ def attend_to_listed(
         near = keys[here].to(query.dtype)  # [s, k, width]
         scores = (own @ near.transpose(1, 2)).float() * scale
         scores = scores.masked_fill(~there.unsqueeze(1), -torch.inf)
-        shares = shares_of(scores, None if sinks is None else sinks.unsqueeze(1))
-        parts.append(shares.to(query.dtype) @ near[..., :depth])
+        weights = softmax_with_sinks(scores, None if sinks is None else sinks.unsqueeze(1))
+        parts.append(weights.to(query.dtype) @ near[..., :depth])
     return torch.cat(parts)
 
 

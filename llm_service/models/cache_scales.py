@@ -56,7 +56,7 @@ def read_cache_scales(checkpoint: Checkpoint, own_name: Callable[[str], str | No
             if (names := layers.get(number)) is None:
                 continue
             pair = [_read(reader, names.get(kind, ""), mixer.all_kv_heads) for kind in "kv"]
-            mixer.kv_scales = torch.stack([each[mixer.kv_share] for each in pair]).to(decoder.device)
+            mixer.kv_scales = torch.stack([each[mixer.kv_partition] for each in pair]).to(decoder.device)
     scaled = sum(mixer.kv_scales is not None for _, mixer in found)
     _log.info("keys and values of e4m3 have the checkpoint's scales", layers=scaled, others=len(found) - scaled)
 

@@ -72,7 +72,7 @@ class Deepstack:
 
 
 class Decoder(nn.Module):
-    """One rank's share of a decoder: embeddings in, hidden states out; logits on demand. For a draft head it `extracts`
+    """One rank's part of a decoder: embeddings in, hidden states out; logits on demand. For a draft head it `extracts`
     hidden states before these layers as well, counted from 0, with their number for what comes behind the last."""
 
     extracts: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
             self.lm_head = head_of(config, group, dtype)
         if config.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        said = group.vocabulary_share(config.vocab_size)
+        said = group.vocab_partition(config.vocab_size)
         unsaid = [token - said.start for token in config.unsaid if said.start <= token < said.stop]
         self._unsaid = torch.tensor(unsaid, dtype=torch.int64, device=device)
         self.rotary = rotary_of(config.rotary, device)
@@ -325,7 +325,7 @@ class Decoder(nn.Module):
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """[m, hidden] → int64 [m], of the tokens with the highest logits the first, on every rank: each looks through
-        its share, and no logits are exchanged. Neither a scale nor a cap changes their order."""
+        its part, and no logits are exchanged. Neither a scale nor a cap changes their order."""
         return self.group.first_of_highest(self._scores(hidden).float(), self.config.vocab_size)
 
     def _scores(self, hidden: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ class Decoder(nn.Module):
 
 
 def embeddings_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> VocabularyEmbedding:
-    """A rank's share of the table of tokens."""
+    """A rank's partition of the table of tokens."""
     scale = config.hidden_size**0.5 if config.family.vocabulary.scaled_embeddings else None
     given = config.table_rows or config.vocab_size, config.hidden_size, group, dtype
     embed = partial(MarkedEmbedding, config.mark_tables) if config.mark_tables else VocabularyEmbedding
@@ -346,8 +346,8 @@ def embeddings_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) ->
 
 
 def head_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> PackedLinear:
-    """A rank's share of the matrix of logits, which are sensitive to what their inputs lose."""
-    words = {"lm_head": group.vocabulary_share(config.vocab_size)}
+    """A rank's partition of the matrix of logits, which are sensitive to what their inputs lose."""
+    words = {"lm_head": group.vocab_partition(config.vocab_size)}
     return PackedLinear(slice(0, config.hidden_size), words, bias=False, dtype=dtype, rounds_inputs=False)
 
 

@@ -91,7 +91,7 @@ def _read(
 
 
 def _place(module: nn.Module, place: Place, stored: Stored, *, device: torch.device, rounded: Rounded) -> None:
-    """Reads this rank's share of a tensor. What is whole then, and large, is finalized: so no more than one weight is
+    """Reads this rank's part of a tensor. What is whole then, and large, is finalized: so no more than one weight is
     there in a longer type than it will have."""
     if place is elsewhere:
         return

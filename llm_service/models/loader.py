@@ -66,7 +66,7 @@ def load_decoder(
     text: TextSide | None = None,
     cache_scales: bool = False,
 ) -> Decoder:
-    """Builds one rank's share of the checkpoint's decoder on a device, reading that share alone; `text` says what of
+    """Builds one rank's partition of the checkpoint's decoder on a device, reading that part alone; `text` says what of
     the checkpoint that is, None: what its family does.
 
     `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share, and w8a8 what the

@@ -1,4 +1,4 @@
-"""The LoRA adapters of one rank: its share of those that are loaded, and the slots from which layers compute."""
+"""The LoRA adapters of one rank: its partition of those that are loaded, and the slots from which layers compute."""
 
 from __future__ import annotations
 
@@ -88,16 +88,16 @@ class RankAdapters:
             layer.warm_up()
 
     def load(self, number: int, adapter: Adapter) -> None:
-        """Keeps this rank's share of an adapter, which has been checked, under a number that no other has had."""
+        """Keeps this rank's partition of an adapter, which has been checked, under a number that no other has had."""
         tensors = load(adapter.weights)
-        shares: dict[PackedLinear, dict[str, LowRank]] = {}
+        partitions: dict[PackedLinear, dict[str, LowRank]] = {}
         for target, scale in adapter.scales.items():
             places = self._places(target)
             whole, stacked = (tensors[f"{adapter.names[target]}.lora_{half}.weight"] for half in "AB")
             for (linear, part), rows in zip(places, stacked.chunk(len(places)), strict=True):
-                a, b = map(self._kept, linear.share(part, whole, rows))
-                shares.setdefault(linear, {})[part] = LowRank(a, b, scale)
-        self._loaded[number] = shares
+                a, b = map(self._kept, linear.partition(part, whole, rows))
+                partitions.setdefault(linear, {})[part] = LowRank(a, b, scale)
+        self._loaded[number] = partitions
 
     def _places(self, target: str) -> list[tuple[PackedLinear, str]]:
         """Where a matrix is: gates and what they open are one for transformers, and two where a checkpoint has two."""
@@ -106,11 +106,11 @@ class RankAdapters:
         stem = target.removesuffix("gate_up_proj")
         return [self._linears[f"{stem}{part}"] for part in ("gate_proj", "up_proj")]
 
-    def _kept(self, share: Tensor) -> Tensor:
+    def _kept(self, part: Tensor) -> Tensor:
         """In a memory of its own, rounded to what the decoder's matrices are rounded to, or in 16 bits where these have
         all of its numbers."""
-        longer = share.dtype.itemsize > self._dtype.itemsize
-        return narrowed(share.to(self._dtype) if longer else share).clone()
+        longer = part.dtype.itemsize > self._dtype.itemsize
+        return narrowed(part.to(self._dtype) if longer else part).clone()
 
     def drop(self, number: int) -> None:
         """Lets go of an adapter; no later plan names it."""
@@ -126,15 +126,15 @@ class RankAdapters:
         rows = np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])
         self._rows.use(rows, np.arange(len(rows)) if plan.prompt_logprobs else np.array(plan.wanted))
 
-    def _fill(self, slot: int, shares: Mapping[PackedLinear, Mapping[str, LowRank]]) -> None:
+    def _fill(self, slot: int, partitions: Mapping[PackedLinear, Mapping[str, LowRank]]) -> None:
         """Has a slot hold an adapter: on a GPU all of it goes over in portions, and is put in place there."""
         if self._device.type == "cpu" and self._rows.kernel is not AdapterKernel.GPU:
             for linear, its in self._slots.items():
-                its.put(slot, shares.get(linear, {}))
+                its.put(slot, partitions.get(linear, {}))
             return
         portion, size = list[tuple[LinearAdapters, list[LowRank | None]]](), 0
         for linear, its in self._slots.items():
-            pairs = its.ordered(shares.get(linear, {}))
+            pairs = its.ordered(partitions.get(linear, {}))
             portion.append((its, pairs))
             size += sum(half.nbytes for pair in pairs if pair is not None for half in (pair.a, pair.b))
             if size >= _PORTION:

@@ -78,7 +78,7 @@ class LoneExecutor:
 
 
 class GroupExecutor:
-    """Rank 0 of a group: every rank computes its share of a plan; this one draws the tokens. `changeover` as in
+    """Rank 0 of a group: every rank computes its partition of a plan; this one draws the tokens. `changeover` as in
     `LoneExecutor`: all ranks have one, or none."""
 
     beat_seconds: float | None = BEAT_SECONDS
@@ -94,7 +94,7 @@ class GroupExecutor:
         greedy = all(draw.plain and draw.logprobs < 0 for draw in plan.draws)
         plan = msgspec.structs.replace(plan, greedy=greedy)
         self._ranks.tell(message_of(plan))
-        self._ranks.share_rows(plan.rows, self._runner.arena)
+        self._ranks.broadcast_rows(plan.rows, self._runner.arena)
         return self._runner.launch(plan, masks)
 
     def obey(self, order: MirrorOrder) -> Pulled:
@@ -125,7 +125,7 @@ class GroupExecutor:
 
 
 def follow(runner: ModelRunner, ranks: Ranks, changeover: Changeover | None = None) -> None:
-    """Another rank: computes its share of every plan, and obeys every order, until rank 0 is gone, which raises
+    """Another rank: computes its partition of every plan, and obeys every order, until rank 0 is gone, which raises
     RuntimeError."""
     decode = msgspec.msgpack.Decoder(RankMessage).decode
     while True:
@@ -133,7 +133,7 @@ def follow(runner: ModelRunner, ranks: Ranks, changeover: Changeover | None = No
             continue  # rank 0 is there
         match decode(heard):
             case RunStep(plan):
-                ranks.share_rows(plan.rows, runner.arena)
+                ranks.broadcast_rows(plan.rows, runner.arena)
                 runner.follow(plan)
             case ChangeOver():
                 assert changeover is not None, "ranks begin alike"

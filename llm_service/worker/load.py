@@ -76,7 +76,7 @@ class LoadedRank:
 
     runner: ModelRunner
     weights: Weights
-    """This rank's share of them."""
+    """This rank's partition of them."""
     max_step_tokens: int
     """Of the largest step that it has memory for."""
     block_bytes: int
@@ -88,7 +88,7 @@ class LoadedRank:
 
 
 def load_rank(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> LoadedRank:
-    """Loads this rank's share of the model, runs the largest step, and makes the KV cache that memory is left for.
+    """Loads this rank's partition of the model, runs the largest step, and makes the KV cache that memory is left for.
 
     The runner's caches say how much that is, the same on all ranks. Raises CheckpointError where the checkpoint
     cannot be served, or not on this device.
@@ -181,7 +181,7 @@ class _Room:
 
 @dataclass(frozen=True, slots=True)
 class _LoadedModel:
-    """What a rank computes with, once its share of the weights is there."""
+    """What a rank computes with, once its partition of the weights is there."""
 
     settings: EngineSettings
     decoder: Decoder | HfDecoder

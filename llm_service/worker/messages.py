@@ -81,7 +81,7 @@ class OffloadBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
-    """Compute this rank's share of a plan, whose draws say no more than their places."""
+    """Compute this rank's partition of a plan, whose draws say no more than their places."""
 
     plan: StepPlan
 

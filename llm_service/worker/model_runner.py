@@ -192,7 +192,7 @@ class ModelRunner:
         )
 
     def adapt(self, order: AdapterOrder) -> None:
-        """Keeps this rank's share of an adapter, or lets go of it. Only where there are slots for any."""
+        """Keeps this rank's partition of an adapter, or lets go of it. Only where there are slots for any."""
         assert self.adapters is not None, "adapters are turned on"
         if isinstance(order, AddAdapter):
             self.adapters.load(order.number, order.adapter)
@@ -242,7 +242,7 @@ class ModelRunner:
         if plan.greedy and plan.draws:
             self._choose(self._decoder.likeliest(wanted), known=True)
         elif plan.draws:
-            self._decoder.logits(wanted)  # this rank's share, which rank 0 draws from
+            self._decoder.logits(wanted)  # this rank's part, which rank 0 draws from
             self._choose(self._chosen.new_empty(len(plan.draws)), known=False)
 
     def _drawn(self, plan: StepPlan, hidden: Tensor, masks: Masks) -> Drawn:

@@ -89,7 +89,7 @@ class Ranks:
             dist.broadcast(message, 0)
         return message.numpy().tobytes()
 
-    def share_rows(self, rows: list[RowSlice], arena: RowArena) -> None:
+    def broadcast_rows(self, rows: list[RowSlice], arena: RowArena) -> None:
         """Every rank: brings the rows that a plan needs to the hosts that do not have them. Nothing on one host.
 
         The arena is shared memory, so the first host's ranks have the rows. Other hosts have an arena of their own, at

@@ -106,7 +106,7 @@ def test_each_rank_has_the_scales_of_its_heads(
             mixer = layer.mixer
             assert isinstance(mixer, SelfAttention)
             assert mixer.kv_scales is not None
-            expected = torch.stack([each.expand(2)[group.kv_share(2)] for each in scales[number]])
+            expected = torch.stack([each.expand(2)[group.kv_partition(2)] for each in scales[number]])
             assert torch.equal(mixer.kv_scales, expected)
 
 

@@ -14,7 +14,7 @@ from common.checkpoint import CheckpointError
 from common.hf.small_models import made_up
 from llm_service.layers.group import TensorGroup
 from llm_service.models.hf.decoder import HfDecoder
-from llm_service.models.hf.shares import share_out
+from llm_service.models.hf.partition import partition_model
 from llm_service.models.hf.text import text_alone
 from llm_service.models.trial import try_config
 from llm_service.models.trial_chunks import logits_in_chunks
@@ -61,7 +61,7 @@ def test_logits_of_two_ranks_are_those_of_one(kind: str) -> None:
 def test_a_model_without_a_plan_is_refused() -> None:
     model = made_up(config_of_recipe("cosmos3_omni"), text_alone)
     with pytest.raises(CheckpointError, match=r"transformers has no plan for \w+ on more than one rank"):
-        share_out(model, TensorGroup(0, 2))
+        partition_model(model, TensorGroup(0, 2))
 
 
 def test_heads_that_ranks_cannot_split_are_refused() -> None:
@@ -75,7 +75,7 @@ def test_a_style_that_is_not_known_is_refused() -> None:
     model = made_up(config_of_recipe("llava"), text_alone)
     model._tp_plan = {**model.tp_plan, "model.language_model.layers.*.mlp.up_proj": "sequence_parallel"}
     with pytest.raises(CheckpointError, match="sequence_parallel, which is not known here"):
-        share_out(model, TensorGroup(0, 2))
+        partition_model(model, TensorGroup(0, 2))
 
 
 def tried(group: TensorGroup) -> tuple[int, int]:

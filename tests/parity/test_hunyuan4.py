@@ -81,7 +81,7 @@ def _unscaled(gates: StreamGates, every: Tensor) -> tuple[Tensor, ...]:
 
 WRONG: dict[str, tuple[Any, str, Any]] = {
     "no sinks": (HeadSinks, "_place", lambda sinks, _: sinks.scores.fill_(-torch.inf)),
-    "no sinks where keys are made anew": (latent_chunks, "shares_of", lambda scores, _: scores.softmax(-1)),
+    "no sinks where keys are made anew": (latent_chunks, "softmax_with_sinks", lambda scores, _: scores.softmax(-1)),
     "no gates": (LatentAttention, "opened", lambda part, attended, _: attended),
     "another layer's choice": (IndexedLatentAttention, "_choice", _first_choice),
     "streams that are not normed": (StreamGates, "forward", _unscaled),

@@ -14,7 +14,7 @@ from common.transfer import to_device
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.one_head import attend_to_one
-from llm_service.layers.attention.scored import attend_by_scores, shares_of
+from llm_service.layers.attention.scored import attend_by_scores, softmax_with_sinks
 from llm_service.layers.chosen_chunks import slots_of
 from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, keep, mask_of
 
@@ -181,7 +181,7 @@ def _weighed(
     if sinks is None:
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = (query @ key.transpose(-1, -2)).float() * softmax_scale(scale, query.shape[-1])
-    return shares_of(scores.masked_fill_(~mask, -torch.inf), sinks).to(value.dtype) @ value
+    return softmax_with_sinks(scores.masked_fill_(~mask, -torch.inf), sinks).to(value.dtype) @ value
 
 
 def gathers(chosen: Tensor, total: int, group: int) -> bool:

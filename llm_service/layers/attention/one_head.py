@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llm_service.layers.attention.scored import shares_of
+from llm_service.layers.attention.scored import softmax_with_sinks
 
 _ROOM = 32 << 20
 """Bytes of scores at once."""
@@ -35,4 +35,4 @@ def attend_to_one(
         if mask is not None:
             scores.view(-1, heads, len(keys)).masked_fill_(~mask[here].unsqueeze(1), -torch.inf)
         own = None if sinks is None else sinks.repeat(len(scores) // heads).unsqueeze(1)
-        out[here] = (shares_of(scores, own) @ values).view(-1, heads, out.shape[2])
+        out[here] = (softmax_with_sinks(scores, own) @ values).view(-1, heads, out.shape[2])

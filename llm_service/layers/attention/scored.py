@@ -10,11 +10,11 @@ _ROOM = 32 << 20
 """Bytes of scores at once."""
 
 
-def shares_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Scores float32 […, m] → how much of what attends each gets, as large. `sinks` […, 1] are scores of something that
     nobody attends to, which gets the rest.
 
-    >>> shares_of(torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0]]).log()).tolist()
+    >>> softmax_with_sinks(torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0]]).log()).tolist()
     [[0.25, 0.25]]
     """
     if sinks is None:
@@ -54,7 +54,7 @@ def attend_by_scores(
         if sinks is not None:
             own = sinks.float().view(kv_heads, 1, -1, 1).expand(-1, scores.shape[1], -1, -1)
             scores = torch.cat([scores, own], dim=3)
-        shares = scores.softmax(3)[..., :total]
-        mixed = (shares.flatten(1, 2) @ values).unflatten(1, grouped.shape[1:3])
+        weights = scores.softmax(3)[..., :total]
+        mixed = (weights.flatten(1, 2) @ values).unflatten(1, grouped.shape[1:3])
         out[here] = mixed.transpose(0, 1).flatten(1, 2)
     return out

@@ -27,8 +27,8 @@ from llm_service.models.hf.inputs import InputsByIds
 from llm_service.models.hf.kept import find_kept
 from llm_service.models.hf.latents import sources_of, take_latents
 from llm_service.models.hf.linear import Fill
+from llm_service.models.hf.partition import partition_model
 from llm_service.models.hf.rotary import turn_by_sequence
-from llm_service.models.hf.shares import share_out
 from llm_service.models.hf.states import take_states
 from llm_service.models.hf.step import HfStep, computing
 from llm_service.models.layer_rules import take_tempering
@@ -58,7 +58,7 @@ class HfDecoder:
         fill: Fill | None = None,
         attention: str | MakesBackend = GENERAL,
     ) -> None:
-        """`model` is that of transformers, of which there need be no more than its text; of it this rank's share is
+        """`model` is that of transformers, of which there need be no more than its text; of it this rank's partition is
         kept, on the device. Places are counted on `axes` axes. `spans`: which tokens see those behind them; where all
         of media do, these are `together`. `adds_rows`: to what the table has for their places. `fill` reads what linear
         layers of ours are still without. `attention`: a back end's name, or what makes one; `auto` is on GPUs that of
@@ -66,7 +66,7 @@ class HfDecoder:
         self.dtype, self.device, self.spans, self.group, self._axes = dtype, device, spans, group, axes
         self.kv_dtype, self.adds_rows = dtype, adds_rows
         self.together = tuple(together)
-        share_out(model, group)
+        partition_model(model, group)
         model.to(device)
         if fill is not None:
             fill(model)

@@ -32,7 +32,7 @@ def load_hf_decoder(
     weight_dtype: str = "",
     attention: str | MakesBackend = "auto",
 ) -> HfDecoder:
-    """Reads the text's weights alone, and keeps this rank's share of them; None: its trial has yet to be made.
+    """Reads the text's weights alone, and keeps this rank's partition of them; None: its trial has yet to be made.
     `weight_dtype` int8 rounds the matrices of its linear layers, and of the head, and w8a8 what those of the layers are
     multiplied with as well; `attention` as `HfDecoder` has it. Raises CheckpointError where transformers cannot, or
     we cannot serve it so."""

@@ -70,7 +70,7 @@ class Wire:
         self.group = SimpleNamespace(all_reduce_min=lambda number: min(number, *readiness))
         self.tell = self.told.append
 
-    def share_rows(self, *_: Any) -> None: ...
+    def broadcast_rows(self, *_: Any) -> None: ...
 
     def hear(self) -> bytes:
         if not self.told:

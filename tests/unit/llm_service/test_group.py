@@ -68,7 +68,7 @@ def meeting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def highest(meeting: Meeting, logits: Tensor) -> list[list[int]]:
     total = logits.shape[1]
-    return meeting.each(lambda group: group.first_of_highest(logits[:, group.vocabulary_share(total)], total).tolist())
+    return meeting.each(lambda group: group.first_of_highest(logits[:, group.vocab_partition(total)], total).tolist())
 
 
 @pytest.mark.parametrize("words", [1, 2, 3, 4, 7, 1000])

@@ -53,7 +53,7 @@ def added(
     adapters = LinearAdapters(linear, 2, RANK + 3, rows, torch.empty(0))
     adapters.warm_up()
     assert not rows.any
-    a, b = linear.share(part, *halves)
+    a, b = linear.partition(part, *halves)
     adapters.put(0, {part: LowRank(a, b, 2.0)})
     adapters.put(1, {part: LowRank(a, b, 1.0)})
     use(rows, np.arange(ROWS))
@@ -109,7 +109,7 @@ def test_rows_without_an_adapter_keep_every_bit(checkpoint: Path, kernel: Adapte
     base = linear(x)
     halves = torch.randn(RANK, linear.inputs), torch.randn(len(linear.places(part)), RANK)
     for slot in (0, 1):
-        adapters.put(slot, {part: LowRank(*linear.share(part, *halves), 1.0)})
+        adapters.put(slot, {part: LowRank(*linear.partition(part, *halves), 1.0)})
     use(rows, np.arange(ROWS))
     out = linear(x)
     assert torch.equal(out[SLOTS < 0], base[SLOTS < 0])
@@ -126,7 +126,7 @@ def test_a_part_of_the_rows_is_told_apart(checkpoint: Path, kernel: AdapterKerne
     rows = AdapterRows(kernel=kernel)
     adapters = LinearAdapters(linear, 2, RANK, rows, torch.empty(0))
     halves = torch.randn(RANK, linear.inputs), torch.randn(linear.outputs, RANK)
-    adapters.put(1, {part: LowRank(*linear.share(part, *halves), 1.0)})
+    adapters.put(1, {part: LowRank(*linear.partition(part, *halves), 1.0)})
     x, places = torch.randn(ROWS, linear.inputs), np.array([1, 3, 8])
     use(rows, places)
     every = adapters.add(x, torch.zeros(ROWS, linear.outputs))

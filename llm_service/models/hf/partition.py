@@ -1,4 +1,4 @@
-"""A rank's share of transformers' text model, by transformers' own plan of which weights are split and how. The sums
+"""A rank's part of transformers' text model, by transformers' own plan of which weights are split and how. The sums
 are those of our group: what transformers would wrap in distributed tensors are plain ones here."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _DIMENSIONS = {
 _SUM = "moe_tp_experts"
 
 
-def share_out(model: Any, group: TensorGroup) -> None:
-    """Leaves this rank's share of a model's weights, and has its modules ask the others where they need them. Raises
+def partition_model(model: Any, group: TensorGroup) -> None:
+    """Leaves this rank's part of a model's weights, and has its modules ask the others where they need them. Raises
     CheckpointError where transformers has no plan, or one that this does not know, or weights cannot be split so."""
     if group.size == 1:
         return
@@ -53,7 +53,7 @@ def share_out(model: Any, group: TensorGroup) -> None:
         if style == _SUM:
             module.register_forward_hook(partial(_summed, group=group))
         elif isinstance(module, nn.Linear | TextLinear) and not style.startswith("packed"):
-            _share_linear(kind, module, style, group)
+            _partition_linear(kind, module, style, group)
             split |= id(module) in text
         else:
             raise CheckpointError(f"{kind} splits a {type(module).__name__} {style}, which is not known here")
@@ -66,7 +66,7 @@ def _generic(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _share_linear(kind: str, module: nn.Linear | TextLinear, style: str, group: TensorGroup) -> None:
+def _partition_linear(kind: str, module: nn.Linear | TextLinear, style: str, group: TensorGroup) -> None:
     wide, out = module.in_features, module.out_features
     columns = _DIMENSIONS.get(style) == -2
     if isinstance(module, TextLinear):
@@ -77,7 +77,7 @@ def _share_linear(kind: str, module: nn.Linear | TextLinear, style: str, group: 
         module.register_forward_hook(partial(_joined, group=group, total=out))
     if not columns:
         if style == "rowwise_split_input":
-            module.register_forward_pre_hook(partial(_cut, share=group.share(wide)))
+            module.register_forward_pre_hook(partial(_cut, own=group.partition(wide)))
         module.register_forward_hook(partial(_summed, group=group))
 
 
@@ -105,7 +105,7 @@ def _keep_range(kind: str, module: TextLinear, style: str, group: TensorGroup) -
 
 
 def _keep(kind: str, module: nn.Module, name: str, parameter: Tensor, style: str, group: TensorGroup) -> None:
-    """Puts this rank's share in a parameter's place."""
+    """Puts this rank's part in a parameter's place."""
     if style in _WHOLE:
         return
     if (dimension := _DIMENSIONS.get(style)) is None:
@@ -113,20 +113,20 @@ def _keep(kind: str, module: nn.Module, name: str, parameter: Tensor, style: str
     dimension = max(dimension, -parameter.dim())
     parts = parameter.chunk(2, dimension) if style.startswith("packed") and parameter.dim() > 1 else (parameter,)
     try:
-        shares = [_share(part, dimension, style, group) for part in parts]
+        owned = [_part_of(part, dimension, style, group) for part in parts]
     except ValueError as error:
         raise CheckpointError(f"a weight of {kind}: {error}") from error
-    made = torch.cat(shares, dimension)
+    made = torch.cat(owned, dimension)
     setattr(module, name, nn.Parameter(made.contiguous(), requires_grad=False))
 
 
-def _share(part: Tensor, dimension: int, style: str, group: TensorGroup) -> Tensor:
+def _part_of(part: Tensor, dimension: int, style: str, group: TensorGroup) -> Tensor:
     here = _range(part.shape[dimension], style, group)
     return part.narrow(dimension, here.start, here.stop - here.start)
 
 
 def _range(total: int, style: str, group: TensorGroup) -> slice:
-    return group.vocabulary_share(total) if style == "colwise_gather_output" else group.share(total)
+    return group.vocab_partition(total) if style == "colwise_gather_output" else group.partition(total)
 
 
 def _summed(module: nn.Module, _: Any, output: Tensor, *, group: TensorGroup) -> Tensor:
@@ -139,5 +139,5 @@ def _joined(_: nn.Module, __: Any, output: Tensor, *, group: TensorGroup, total:
     return group.join(output.flatten(0, -2), total).view(*output.shape[:-1], total)
 
 
-def _cut(_: nn.Module, given: tuple[Tensor, ...], *, share: slice) -> tuple[Tensor, ...]:
-    return given[0][..., share], *given[1:]
+def _cut(_: nn.Module, given: tuple[Tensor, ...], *, own: slice) -> tuple[Tensor, ...]:
+    return given[0][..., own], *given[1:]
