@@ -46,7 +46,7 @@ class Channels:
 
 def service_of(stub: Any) -> LlmService:
     """A service that is asked how it is by this stub."""
-    link: Any = SimpleNamespace(about=stub, channels=Channels())
+    link: Any = SimpleNamespace(about=stub, connections=Channels())
     return LlmService("here", "", link)
 
 
