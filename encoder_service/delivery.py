@@ -91,7 +91,7 @@ class Delivery:
         await send(encoder_pb2.EncodeResponse(done=done))
 
     def _header(self, header: Header, ticket: Ticket) -> encoder_pb2.EncodeResponse:
-        layout = self.encoder.pipeline.layout
+        layout = self.encoder.layout
         return encoder_pb2.EncodeResponse(header=write_header(self.index, header, layout, cached=ticket.cached))
 
     async def _send_rows(self, ticket: Ticket, tokens: int, send: Send[Event]) -> None:

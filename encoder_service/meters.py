@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
 from common.media.convert import by_transport
 from common.metrics import SHARES, Metrics, gauge, total
 from encoder_service.engine.batch_history import BatchStats
-from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.encode import EncoderEngine
+from encoder_service.engine.load import EncoderLoad
 from encoder_service.transports.transports import Transports
 
 _UNITS = (1, 2, 4, 8, 16, 32, 64)
@@ -40,10 +40,7 @@ class Meters:
 
     def watch(self, encoder: EncoderEngine, transports: Transports) -> None:
         """Has every scrape read queues, totals and the store."""
-        self._metrics.read(lambda: _queues(encoder))
-        decoders = encoder.pipeline.media.decoders.processes
-        self._metrics.read(lambda: _work(encoder.pipeline.dispatcher, decoders.restarts))
-        self._metrics.read(lambda: _rows(encoder, transports))
+        self._metrics.read(lambda: _state(encoder.load(), transports))
 
     def computed(self, batch: BatchStats) -> None:
         """A worker has computed a batch, or a part of one."""
@@ -62,43 +59,48 @@ class Meters:
         self._errors.labels(reason).inc()
 
 
-def _queues(encoder: EncoderEngine) -> Iterator[Metric]:
-    dispatcher = encoder.pipeline.dispatcher
-    running = dispatcher.running
-    yield gauge("queued_items", "items that no worker has begun on", encoder.queued)
-    yield gauge("running_items", "items that a worker is computing", len({unit.key for unit in running}))
-    yield gauge("queued_patches", "patches that wait for a worker", sum(unit.patches for unit in dispatcher.waiting))
-    yield gauge("running_patches", "patches that a worker is computing", sum(unit.patches for unit in running))
-    if (seconds := dispatcher.estimate()) is not None:
-        yield gauge("estimated_seconds", "until all of these have been computed, by the pace of late", seconds)
-    yield total("items", "items whose encoding ended", _by(encoder.counts, "encoded", "failed"), ["outcome"])
+def _state(load: EncoderLoad, transports: Transports) -> Iterator[Metric]:
+    yield from _queues(load)
+    yield from _work(load)
+    yield from _rows(load, transports)
 
 
-def _work(dispatcher: Dispatcher, restarts: int) -> Iterator[Metric]:
-    totals = dispatcher.totals
+def _queues(load: EncoderLoad) -> Iterator[Metric]:
+    items: dict[tuple[str, ...], float] = {("encoded",): load.encoded, ("failed",): load.failed}
+    yield gauge("queued_items", "items that no worker has begun on", load.queued_items)
+    yield gauge("running_items", "items that a worker is computing", load.running_items)
+    yield gauge("queued_patches", "patches that wait for a worker", load.queued_patches)
+    yield gauge("running_patches", "patches that a worker is computing", load.running_patches)
+    if load.estimated_seconds is not None:
+        about = "until all of these have been computed, by the pace of late"
+        yield gauge("estimated_seconds", about, load.estimated_seconds)
+    yield total("items", "items whose encoding ended", items, ["outcome"])
+
+
+def _work(load: EncoderLoad) -> Iterator[Metric]:
+    batches, busy = load.batches, load.worker_busy_seconds
     calls: dict[tuple[str, ...], float] = {
-        ("graph",): totals.graph_calls,
-        ("eager",): totals.vit_calls - totals.graph_calls,
+        ("graph",): batches.graph_calls,
+        ("eager",): batches.vit_calls - batches.graph_calls,
     }
-    yield gauge("workers_alive", "device workers that can compute", dispatcher.alive)
-    yield total("worker_busy_seconds", "seconds in which workers had a batch, of all together", dispatcher.busy_seconds)
-    yield total("worker_deaths", "device workers that died, were killed or hung", totals.worker_deaths)
-    yield total("decode_process_restarts", "decode processes that were replaced", restarts)
+    yield gauge("workers_alive", "device workers that can compute", load.workers_alive)
+    yield total("worker_busy_seconds", "seconds in which workers had a batch, of all together", busy)
+    yield total("worker_deaths", "device workers that died, were killed or hung", batches.worker_deaths)
+    yield total("decode_process_restarts", "decode processes that were replaced", load.decoder_restarts)
     yield total("vit_calls", "passes of the vision tower", calls, ["mode"])
-    yield total("kernels_compiled_late", "kernels that passes have waited for on a GPU", totals.late_compiles)
-    yield total("vit_patches", "patches that went through it", totals.vit_patches)
+    yield total("kernels_compiled_late", "kernels that passes have waited for on a GPU", batches.late_compiles)
+    yield total("vit_patches", "patches that went through it", batches.vit_patches)
 
 
-def _rows(encoder: EncoderEngine, transports: Transports) -> Iterable[Metric]:
-    store = encoder.pipeline.store
-    yield total("store_hits", "items whose rows were in either store, or on their way", encoder.counts["hits"])
-    yield total("store_misses", "items whose rows had to be computed", encoder.counts["misses"])
-    yield gauge("store_bytes", "bytes of rows in the store", store.used)
-    yield gauge("store_capacity_bytes", "the store's budget", store.capacity)
-    yield gauge("store_entries", "entries of the store", len(store))
-    if (shared := encoder.shared_store_counts) is not None:
+def _rows(load: EncoderLoad, transports: Transports) -> Iterator[Metric]:
+    yield total("store_hits", "items whose rows were in either store, or on their way", load.store_hits)
+    yield total("store_misses", "items whose rows had to be computed", load.store_misses)
+    yield gauge("store_bytes", "bytes of rows in the store", load.store_bytes)
+    yield gauge("store_capacity_bytes", "the store's budget", load.store_capacity_bytes)
+    yield gauge("store_entries", "entries of the store", load.store_entries)
+    if load.shared_store is not None:
         about = "what the shared store did for this replica"
-        events = _by(shared, "hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
+        events = _by(load.shared_store, "hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
         yield total("shared_store_events", about, events, ["event"])
     yield gauge("leases", "rows that readers hold in shared memory, or in a worker's", transports.leases)
     if pools := transports.pools:

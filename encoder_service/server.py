@@ -260,7 +260,7 @@ async def _end(dispatcher: Dispatcher, encoder: EncoderEngine, shared_store: Sha
             await encoder.stop()
             if shared_store is not None:
                 await shared_store.stop()
-        encoder.check_integrity(idle=True)
+        encoder.check_idle()
     except (TimeoutError, AssertionError) as error:
         _log.error("something is still held at the end", cause=str(error) or "it takes too long")
 

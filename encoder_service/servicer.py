@@ -118,15 +118,15 @@ class EncoderServicer(EncoderServiceServicer):
     ) -> encoder_pb2.EncoderServiceGetInfoResponse:
         """Describes the model."""
         served = self._ready()
-        encoder, pipeline = served.encoder, served.encoder.pipeline
+        encoder, layout = served.encoder, served.encoder.layout
         return encoder_pb2.EncoderServiceGetInfoResponse(
             version=__version__,
             model=served.name,
             architecture=served.model.architecture,
             digest=encoder.digest,
-            width=pipeline.layout.width,
-            levels=pipeline.layout.levels,
-            dtype=media_convert.DTYPES[pipeline.layout.dtype],
+            width=layout.width,
+            levels=layout.levels,
+            dtype=media_convert.DTYPES[layout.dtype],
             modalities=[media_convert.MODALITIES[each] for each in served.modalities],
             transports=served.transports.numbers,
             local_socket=served.transports.local_socket,
@@ -135,7 +135,7 @@ class EncoderServicer(EncoderServiceServicer):
                 for pool in served.transports.pools
             ],
             nixl_agent=convert.write_nixl_agent(served.transports.nixl_memory),
-            devices=pipeline.dispatcher.devices,
+            devices=encoder.devices,
             max_image_bytes=served.config.max_image_bytes,
             max_video_bytes=served.config.max_video_bytes,
         )
@@ -144,24 +144,22 @@ class EncoderServicer(EncoderServiceServicer):
         self, request: encoder_pb2.EncoderServiceGetLoadRequest, context: Context
     ) -> encoder_pb2.EncoderServiceGetLoadResponse:
         """Reports queues and totals."""
-        encoder, transports = self._ready().encoder, self._ready().transports
-        dispatcher, store = encoder.pipeline.dispatcher, encoder.pipeline.store
-        totals, running = dispatcher.totals, dispatcher.running
+        load, transports = self._ready().encoder.load(), self._ready().transports
         return encoder_pb2.EncoderServiceGetLoadResponse(
-            queued_items=encoder.queued,
-            running_items=len({unit.key for unit in running}),
-            queued_patches=sum(unit.patches for unit in dispatcher.waiting),
-            running_patches=sum(unit.patches for unit in running),
-            vit_calls=totals.vit_calls,
-            vit_patches=totals.vit_patches,
-            store_hits=encoder.counts["hits"],
-            store_misses=encoder.counts["misses"],
-            store_bytes=store.used,
-            store_capacity_bytes=store.capacity,
-            store_entries=len(store),
-            estimated_milliseconds=convert.milliseconds(dispatcher.estimate()),
-            encoded_items=encoder.counts["encoded"],
-            failed_items=encoder.counts["failed"],
+            queued_items=load.queued_items,
+            running_items=load.running_items,
+            queued_patches=load.queued_patches,
+            running_patches=load.running_patches,
+            vit_calls=load.batches.vit_calls,
+            vit_patches=load.batches.vit_patches,
+            store_hits=load.store_hits,
+            store_misses=load.store_misses,
+            store_bytes=load.store_bytes,
+            store_capacity_bytes=load.store_capacity_bytes,
+            store_entries=load.store_entries,
+            estimated_milliseconds=convert.milliseconds(load.estimated_seconds),
+            encoded_items=load.encoded,
+            failed_items=load.failed,
             open_streams=self._open_streams,
             leases=transports.leases,
             device_pool_bytes=sum(pool.used for pool in transports.pools),
@@ -170,12 +168,12 @@ class EncoderServicer(EncoderServiceServicer):
                 encoder_pb2.RowsSent(transport=number, rows=rows, bytes=transports.sent.bytes[number])
                 for number, rows in transports.sent.rows.items()
             ],
-            shared=convert.write_shared_load(encoder.shared_store_counts),
+            shared=convert.write_shared_load(load.shared_store),
             stage_totals=convert.write_timings(
                 {
-                    **encoder.pipeline.seconds,
-                    "worker_preprocess": totals.preprocess_seconds,
-                    "worker_vit": totals.vit_seconds,
+                    **load.stage_seconds,
+                    "worker_preprocess": load.batches.preprocess_seconds,
+                    "worker_vit": load.batches.vit_seconds,
                 }
             ),
         )
@@ -183,11 +181,8 @@ class EncoderServicer(EncoderServiceServicer):
     async def FlushCache(
         self, request: encoder_pb2.EncoderServiceFlushCacheRequest, context: Context
     ) -> encoder_pb2.EncoderServiceFlushCacheResponse:
-        """Empties the store of what no one is reading. Its memory is the system's again when this answers, unless a
-        NIXL agent has it registered."""
-        store = self._ready().encoder.pipeline.store
-        entries, size = store.flush()
-        await store.shrink()
+        """Empties the store of what no one is reading."""
+        entries, size = await self._ready().encoder.flush()
         return encoder_pb2.EncoderServiceFlushCacheResponse(entries=entries, bytes=size)
 
     def _ready(self) -> Components:
@@ -206,4 +201,4 @@ class EncoderServicer(EncoderServiceServicer):
             without_traces(failure)  # its frames lead to the item's content, and back to it
             served.meters.failed(failure.reason)
             return convert.write_error(index, failure)
-        return media_convert.write_header(index, header, served.encoder.pipeline.layout, cached=cached)
+        return media_convert.write_header(index, header, served.encoder.layout, cached=cached)

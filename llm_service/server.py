@@ -357,9 +357,9 @@ async def _prove_idle(components: Components) -> None:
         return
     await components.encoder_cache.drain()
     try:
-        components.encoder_cache.check_integrity(idle=True)
+        components.encoder_cache.check_idle()
         components.generator.sessions.check_integrity()
-        components.adapters.check_integrity()
+        components.adapters.check_idle()
     except AssertionError as error:
         _log.error("something is still held at the end", cause=str(error))
 

@@ -81,8 +81,8 @@ class Admission:
         """Returns when nothing is held any more."""
         await self._empty.wait()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError where, at idle, something is held."""
+    def check_idle(self) -> None:
+        """Raises AssertionError where something is held."""
         assert not self.items, "an item was not signed out"
         assert not self.bytes, "bytes were not signed out"
 

@@ -71,6 +71,6 @@ class Contents:
             content_key, self._digest, item.modality, item.source, item.options, item.salt, size=item.size
         )
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError where, at idle, a download goes on."""
-        self._downloads.check_integrity()
+    def check_idle(self) -> None:
+        """Raises AssertionError where a download goes on."""
+        self._downloads.check_idle()

@@ -111,13 +111,16 @@ class DevicePool:
         for slice_ in self._slices:
             slice_.kept = False
 
-    def check_integrity(self, *, idle: bool = False) -> None:
-        """Raises AssertionError where ranges and slices disagree or, at idle, where something is still held."""
+    def check_integrity(self) -> None:
+        """Raises AssertionError where ranges and slices disagree."""
         self._ranges.check_integrity()
         assert self._at == {slice_.span.offset: slice_ for slice_ in self._slices}, "a slice is elsewhere"
         assert sum(aligned(slice_.span.size) for slice_ in self._slices) == self.used, "a range has no owner"
-        if idle:
-            assert not any(slice_.pins for slice_ in self._slices), "a slice is still pinned"
+
+    def check_idle(self) -> None:
+        """The same, and where something is still held."""
+        self.check_integrity()
+        assert not any(slice_.pins for slice_ in self._slices), "a slice is still pinned"
 
     def free(self, slice_: Slice) -> None:
         """A slice that is not pinned gives its bytes back, unless it has before."""
@@ -150,7 +153,12 @@ class DevicePools:
             self.alive.remove(pool)
             self.on_lost(pool)
 
-    def check_integrity(self, *, idle: bool = False) -> None:
-        """Raises AssertionError where something leaked."""
+    def check_integrity(self) -> None:
+        """Raises AssertionError where a pool's parts disagree."""
         for pool in self.alive:
-            pool.check_integrity(idle=idle)
+            pool.check_integrity()
+
+    def check_idle(self) -> None:
+        """The same, and where something is still held."""
+        for pool in self.alive:
+            pool.check_idle()

@@ -170,13 +170,18 @@ class Dispatcher:
         unit.done.cancel()
         return True
 
-    def check_integrity(self, *, idle: bool = False) -> None:
-        """Raises AssertionError where a unit is in two places, or has ended and is still there; or, at idle, waits."""
+    def check_integrity(self) -> None:
+        """Raises AssertionError where a unit is in two places, or has ended and is still there."""
         units = [*self._waiting, *self.running]
         assert len(units) == len(set(map(id, units))), "a unit is in two places"
         assert not any(unit.done.done() for unit in units), "a unit has ended and is still there"
-        assert not (idle and self._waiting), "a unit waits for nobody"
-        self.pools.check_integrity(idle=idle)
+        self.pools.check_integrity()
+
+    def check_idle(self) -> None:
+        """The same, and where a unit waits, or something is still held."""
+        self.check_integrity()
+        assert not self._waiting, "a unit waits for nobody"
+        self.pools.check_idle()
 
     def _pump_soon(self) -> None:
         """Sends batches at the end of this turn of the loop, so that what comes together goes together."""

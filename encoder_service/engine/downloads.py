@@ -57,6 +57,6 @@ class Downloads:
                 if self._running.get(name) is one:
                     del self._running[name]
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError where, at idle, a download goes on."""
+    def check_idle(self) -> None:
+        """Raises AssertionError where a download goes on."""
         assert not self._running, "a download has no end"

@@ -238,8 +238,8 @@ class EmbeddingStore:
             for part in parts:
                 self.abandon(part)
 
-    def check_integrity(self, *, idle: bool = False) -> None:
-        """Raises AssertionError where ranges and entries disagree or, at idle, where something is still held."""
+    def check_integrity(self) -> None:
+        """Raises AssertionError where ranges and entries disagree."""
         self._ranges.check_integrity()
         held = [*(entry.allocation for entry in self._entries.values()), *self._unkept]
         spans = [allocation.span for allocation in held if not self._is_reserved(allocation)]
@@ -248,11 +248,14 @@ class EmbeddingStore:
             assert self._reservation.holders <= self._unkept, "who reads what is reserved has no pin"
         assert self._at == {entry.span.offset: entry for entry in self._entries.values()}, "an entry is elsewhere"
         assert sum(aligned(span.size) for span in spans) == self._ranges.used, "a range has no owner"
-        if idle:
-            assert not self._unkept, "an allocation was neither committed nor abandoned"
-            assert not self._waiters, "someone waits for an idle store"
-            assert not self._reservation, "room is reserved in an idle store"
-            assert not any(entry.pins for entry in self._entries.values()), "an entry is still pinned"
+
+    def check_idle(self) -> None:
+        """The same, and where something is still held."""
+        self.check_integrity()
+        assert not self._unkept, "an allocation was neither committed nor abandoned"
+        assert not self._waiters, "someone waits for an idle store"
+        assert not self._reservation, "room is reserved in an idle store"
+        assert not any(entry.pins for entry in self._entries.values()), "an entry is still pinned"
 
     def _serve_soon(self) -> None:
         """Has those who wait served in the loop's next turn: once, however much is freed in this one."""

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from common import log, tasks
 from common.errors import Internal, NotFound, TwinlensError, without_traces
 from common.media.item import Header, Key, Modality, Url
+from common.wire import RowLayout
 from encoder_service.engine.admission import Admission
 from encoder_service.engine.flight import Flight, Ticket
+from encoder_service.engine.load import EncoderLoad
 from encoder_service.engine.pipeline import Pipeline, not_found
 from encoder_service.engine.progress import StageTimes
 from encoder_service.item import Item
@@ -109,24 +111,61 @@ class EncoderEngine:
         return [present or found[key] is not None for key, present in zip(keys, here, strict=True)]
 
     @property
-    def shared_store_counts(self) -> Mapping[str, int] | None:
-        """What the shared store did; None where there is none."""
-        return None if self.pipeline.shared_store is None else self.pipeline.shared_store.counts
+    def layout(self) -> RowLayout:
+        """Of its rows."""
+        return self.pipeline.layout
 
     @property
-    def queued(self) -> int:
-        """Items that no worker has begun on, whatever they wait for."""
-        return sum(not flight.started for flight in self._flights.values())
+    def devices(self) -> list[str]:
+        """Where each worker computes."""
+        return self.pipeline.dispatcher.devices
 
-    def check_integrity(self, *, idle: bool = False) -> None:
+    def load(self) -> EncoderLoad:
+        """What it has to do, and has done."""
+        dispatcher, store, shared_store = self.pipeline.dispatcher, self._store, self.pipeline.shared_store
+        running = dispatcher.running
+        return EncoderLoad(
+            queued_items=sum(not flight.started for flight in self._flights.values()),
+            running_items=len({unit.key for unit in running}),
+            queued_patches=sum(unit.patches for unit in dispatcher.waiting),
+            running_patches=sum(unit.patches for unit in running),
+            estimated_seconds=dispatcher.estimate(),
+            encoded=self.counts["encoded"],
+            failed=self.counts["failed"],
+            store_hits=self.counts["hits"],
+            store_misses=self.counts["misses"],
+            store_bytes=store.used,
+            store_capacity_bytes=store.capacity,
+            store_entries=len(store),
+            shared_store=None if shared_store is None else shared_store.counts,
+            workers_alive=dispatcher.alive,
+            worker_busy_seconds=dispatcher.busy_seconds,
+            batches=dispatcher.totals,
+            decoder_restarts=self.pipeline.media.decoders.processes.restarts,
+            stage_seconds=self.pipeline.seconds,
+        )
+
+    async def flush(self) -> tuple[int, int]:
+        """Empties the store of what no one is reading: how many entries, and bytes. Its memory is the system's again
+        when this returns, unless a NIXL agent has it registered."""
+        flushed = self._store.flush()
+        await self._store.shrink()
+        return flushed
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where its parts disagree."""
+        self._store.check_integrity()
+        self.pipeline.media.staging.check_integrity()
+        self.pipeline.dispatcher.check_integrity()
+
+    def check_idle(self) -> None:
         """Raises AssertionError where something leaked."""
-        self._store.check_integrity(idle=idle)
-        self.pipeline.media.staging.check_integrity(idle=idle)
-        self.pipeline.dispatcher.check_integrity(idle=idle)
-        if idle:
-            assert not self._flights, "a flight has no end"
-            self._contents.check_integrity()
-            self._admission.check_integrity()
+        self._store.check_idle()
+        self.pipeline.media.staging.check_idle()
+        self.pipeline.dispatcher.check_idle()
+        assert not self._flights, "a flight has no end"
+        self._contents.check_idle()
+        self._admission.check_idle()
 
     async def stop(self) -> None:
         """Ends every flight; their waiters get the error. Returns when no one holds an item any more.

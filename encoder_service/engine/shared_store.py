@@ -168,7 +168,7 @@ class SharedStore:
             elif locked:
                 self._unlock_soon(key, token)
 
-    def check_integrity(self) -> None:
+    def check_idle(self) -> None:
         """Raises AssertionError where, once stopped, something is under way."""
         assert not self._unlocking, "a lock is being given back"
 

@@ -89,12 +89,15 @@ class Staging:
         while self._emptying:
             await asyncio.wait(self._emptying)
 
-    def check_integrity(self, *, idle: bool = False) -> None:
-        """Raises AssertionError where ranges overlap or, at idle, where one is still leased."""
+    def check_integrity(self) -> None:
+        """Raises AssertionError where ranges overlap."""
         self._ranges.check_integrity()
-        if idle:
-            assert self._ranges.used == 0, "a staging range was never given back"
-            assert not self._waiters, "someone waits for an idle arena"
+
+    def check_idle(self) -> None:
+        """The same, and where one is still leased."""
+        self.check_integrity()
+        assert self._ranges.used == 0, "a staging range was never given back"
+        assert not self._waiters, "someone waits for an idle arena"
 
     async def _empty(self, span: Range) -> None:
         try:

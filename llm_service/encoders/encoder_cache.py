@@ -298,8 +298,8 @@ class EncoderCache:
         self._freed.set()
         return before - self.used_bytes
 
-    def check_integrity(self, *, idle: bool = False) -> None:
-        """Raises AssertionError where the index and the arena disagree or, at idle, where something is still held."""
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the index and the arena disagree."""
         self._ranges.check_integrity()
         kept = [self._entries[key] for key in self._idle]
         assert all(entry.complete and not entry.refs and entry.error is None for entry in kept), "cache is in use"
@@ -309,11 +309,15 @@ class EncoderCache:
         assert sorted(self._at) == self._ranges.starts, "a place is nobody's, or an entry has none"
         evictable = {offset for offset in self._at if self._last_use(offset) is not None}
         assert evictable == {each.place.offset for each in kept}, "a place in use could be given to others"
-        if idle:
-            assert len(kept) == len(self._entries), "an entry is still referred to"
-            assert used == self.used_bytes, "the place of an entry that failed was never given back"
-            assert len(self._at) == len(kept), "a place is kept for nobody"
-            assert not self._turn.locked(), "someone waits for an idle store"
+
+    def check_idle(self) -> None:
+        """The same, and where something is still held."""
+        self.check_integrity()
+        kept, used = len(self._idle), sum(self._size(entry.header) for entry in self._entries.values())
+        assert kept == len(self._entries), "an entry is still referred to"
+        assert used == self.used_bytes, "the place of an entry that failed was never given back"
+        assert len(self._at) == kept, "a place is kept for nobody"
+        assert not self._turn.locked(), "someone waits for an idle store"
 
     def close(self) -> None:
         """Unmaps the arena."""

@@ -136,7 +136,7 @@ class Adapters:
         self._own = {path: each for path, each in self._own.items() if each.number != number}
         self._unloaded = {each for each in self._unloaded if each.number != number}
 
-    def check_integrity(self) -> None:
+    def check_idle(self) -> None:
         """Raises AssertionError where a request is under way with one though all are over."""
         assert not self._unloaded, "an adapter that was unloaded is still kept"
         every = [*self.all, *self._own.values()]

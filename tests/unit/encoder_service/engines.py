@@ -100,8 +100,8 @@ async def encoder(
         await made.stop()
         if shared_store:
             await shared_store.stop()
-            shared_store.check_integrity()
-        made.check_integrity(idle=True)
+            shared_store.check_idle()
+        made.check_idle()
         for arena in arenas:
             arena.close()
 

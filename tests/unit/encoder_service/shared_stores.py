@@ -35,9 +35,9 @@ async def replica(url: str, *, seconds: float = 5.0, layout=LAYOUT, breaker=None
         yield made, store
     finally:
         await made.stop()
-        made.check_integrity()
+        made.check_idle()
         store.flush()
-        store.check_integrity(idle=True)
+        store.check_idle()
         assert store.used == 0
         arena.close()
 

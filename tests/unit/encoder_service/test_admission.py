@@ -23,7 +23,7 @@ def test_past_the_items_the_next_is_refused_with_a_hint_until_one_leaves():
     assert refused.value.retry_after
     with admission.reserve(0, "items[0]"):
         pass
-    admission.check_integrity()
+    admission.check_idle()
 
 
 def test_past_the_bytes_the_next_is_refused_but_one_alone_may_be_of_any_size():
@@ -41,7 +41,7 @@ def test_what_is_downloaded_counts_when_it_is_there():
         with pytest.raises(Exhausted):
             other.resize(50)
         assert (reservation.size, other.size, admission.bytes) == (90, 1, 91)
-    admission.check_integrity()
+    admission.check_idle()
 
 
 def test_a_download_that_is_alone_may_be_of_any_size():
@@ -70,7 +70,7 @@ def test_whoever_comes_and_goes_the_bounds_hold_and_nothing_is_left(steps):
             assert sum(held) <= BYTES or len(held) == 1
         for stack, _ in inside:
             stack.close()
-        admission.check_integrity()
+        admission.check_idle()
         async with asyncio.timeout(180):
             await admission.drain()
 

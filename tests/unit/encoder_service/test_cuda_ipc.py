@@ -87,10 +87,10 @@ async def opened(**options: Any) -> AsyncIterator[Bench]:
         bench = Bench(store, pools, allocation, transports, region, host)
         yield bench
         bench.leave()
-    pools.check_integrity(idle=True)
+    pools.check_idle()
     store.unpin(bench.allocation)
-    store.check_integrity(idle=True)
-    pools.check_integrity(idle=True)
+    store.check_idle()
+    pools.check_idle()
     buffer.close()
 
 

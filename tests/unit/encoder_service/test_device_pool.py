@@ -64,7 +64,7 @@ def test_a_slice_that_was_not_written_is_free_at_once(pool: DevicePool) -> None:
     assert pool.allocate(1) is None
     piece.abandon()
     assert pool.used == 0
-    pool.check_integrity(idle=True)
+    pool.check_idle()
 
 
 def test_a_slice_whose_item_is_gone_is_free_when_its_reader_is(pool: DevicePool) -> None:
@@ -76,7 +76,7 @@ def test_a_slice_whose_item_is_gone_is_free_when_its_reader_is(pool: DevicePool)
     pool.unpin(piece)
     assert pool.used == 0
     piece.drop()
-    pool.check_integrity(idle=True)
+    pool.check_idle()
 
 
 def test_a_worker_s_death_ends_its_pool_and_is_told_of_once() -> None:
@@ -97,7 +97,7 @@ def test_a_worker_s_death_ends_its_pool_and_is_told_of_once() -> None:
     assert first.allocate(1) is None
     first.unpin(read)
     writing.abandon()
-    first.check_integrity(idle=True)
+    first.check_idle()
 
 
 def test_a_worker_without_a_pool_has_none() -> None:

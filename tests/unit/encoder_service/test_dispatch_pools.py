@@ -72,7 +72,7 @@ async def test_each_piece_gets_room_in_its_worker_s_pool_while_there_is_any(benc
     assert later.copy is not None
     assert units[0].copy is not None
     assert (later.copy.kept, units[0].copy.kept) == (True, False)
-    bench.pools.check_integrity(idle=True)
+    bench.pools.check_idle()
 
 
 async def test_what_was_not_written_is_given_back(bench: Bench) -> None:
@@ -88,7 +88,7 @@ async def test_what_was_not_written_is_given_back(bench: Bench) -> None:
     await turns()
     assert alone.done.exception() is not None
     assert (alone.copy, bench.pool.used) == (None, ROW)
-    bench.pools.check_integrity(idle=True)
+    bench.pools.check_idle()
 
 
 async def test_a_dead_worker_s_pool_is_lost_and_the_next_one_has_its_own(bench: Bench) -> None:

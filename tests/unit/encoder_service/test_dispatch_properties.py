@@ -169,7 +169,7 @@ class World:
                 assert unit.done.result() is None
             elif error := unit.done.exception():
                 assert isinstance(error, Internal | Unavailable)
-        self.dispatcher.check_integrity(idle=True)
+        self.dispatcher.check_idle()
         assert not self.dispatcher.running
 
     def _busy(self) -> list[Worker]:

@@ -65,7 +65,7 @@ async def test_an_entry_is_its_tenants_alone(store):
 async def test_rows_that_never_fit_are_refused(store):
     with pytest.raises(InvalidInput, match="larger than the store"):
         await store.allocate(17)
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def test_what_is_pinned_stays_and_others_wait_for_it(store):
@@ -82,7 +82,7 @@ async def test_what_is_pinned_stays_and_others_wait_for_it(store):
     store.abandon(await waiting)
     store.abandon(await small)
     assert not store.has(b"a", "")
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def test_nothing_is_evicted_where_that_would_not_be_enough(store):
@@ -94,7 +94,7 @@ async def test_nothing_is_evicted_where_that_would_not_be_enough(store):
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
     assert store.has(b"a", "")
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def test_nothing_is_evicted_where_what_is_pinned_leaves_no_gap_that_is_large_enough(store):
@@ -110,7 +110,7 @@ async def test_nothing_is_evicted_where_what_is_pinned_leaves_no_gap_that_is_lar
         allocation = await waiting
         assert [key for key in sizes if store.has(key, "")] == [b"b", b"another", b"c"], "the oldest, and no more"
         store.abandon(allocation)
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def test_an_allocation_that_is_cancelled_as_it_is_granted_comes_back(store):
@@ -121,7 +121,7 @@ async def test_an_allocation_that_is_cancelled_as_it_is_granted_comes_back(store
     store.unpin(entry.allocation)
     asyncio.get_running_loop().call_soon(waiting.cancel)  # just after it is granted
     await asyncio.gather(waiting, return_exceptions=True)
-    store.check_integrity(idle=True)
+    store.check_idle()
     assert store.used == 0
 
 
@@ -189,7 +189,7 @@ async def test_large_rows_are_not_overtaken_for_ever_and_small_ones_behind_them_
     await readers.stop()
     store.abandon(large.result())
     store.abandon(small.result())
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def reserving(store: EmbeddingStore, tokens: int) -> asyncio.Task:
@@ -224,7 +224,7 @@ async def test_what_is_reserved_is_read_to_its_end_and_found_by_nobody(store):
     store.abandon(allocation)
     for _ in range(2):
         store.unpin(entries[2].allocation)
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def test_who_leaves_gives_back_what_was_reserved_but_for_what_is_read(store):
@@ -242,7 +242,7 @@ async def test_who_leaves_gives_back_what_was_reserved_but_for_what_is_read(stor
     assert all(bytes(store.buffer.slice(entries[at].span)) == b"r" * 4 * ROW for at in (0, 2))
     for allocation in (*others, entries[0].allocation, entries[2].allocation):
         store.unpin(allocation)
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def test_who_leaves_just_before_the_last_reader_is_given_nothing(store):
@@ -252,7 +252,7 @@ async def test_who_leaves_just_before_the_last_reader_is_given_nothing(store):
     store.unpin(entry.allocation)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    store.check_integrity(idle=True)
+    store.check_idle()
     assert store.used == 0
 
 
@@ -268,7 +268,7 @@ async def test_rows_that_are_written_where_room_is_reserved_are_trimmed_and_read
         await turns()
         assert not waiting.done()
     store.abandon(await waiting)
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def test_many_of_all_sizes_over_a_small_store_all_get_their_turn(store):
@@ -306,7 +306,7 @@ async def test_many_of_all_sizes_over_a_small_store_all_get_their_turn(store):
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 180)
     assert {type(result) for result in results if result is not None} <= {asyncio.CancelledError}
     assert served >= 350
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def test_a_flush_leaves_what_is_being_read(store):
@@ -347,7 +347,7 @@ async def test_memory_is_given_back_by_a_thread_while_nobody_else_has_it(store, 
     assert bytes(store.buffer.slice(kept.span)) == b"\1" * kept.span.size
     assert bytes(store.buffer.slice(allocation.span)) == b"\2" * allocation.span.size
     store.abandon(allocation)
-    store.check_integrity(idle=True)
+    store.check_idle()
 
 
 async def test_who_leaves_while_memory_is_given_back_leaves_nothing(store, monkeypatch):
@@ -361,7 +361,7 @@ async def test_who_leaves_while_memory_is_given_back_leaves_nothing(store, monke
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await shrinking
-    store.check_integrity(idle=True)
+    store.check_idle()
     assert store.used == 0
 
 

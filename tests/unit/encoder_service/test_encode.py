@@ -86,7 +86,7 @@ async def test_the_last_one_to_leave_before_a_worker_begins_ends_the_flight(monk
         await asyncio.gather(*waiting, return_exceptions=True)
         await turns()
         assert (made.queued, worker.batches) == (0, [])
-        made.check_integrity(idle=True)
+        made.check_idle()
 
 
 async def test_no_worker_is_given_what_the_last_one_has_left_in_the_same_moment(monkeypatch):
@@ -97,7 +97,7 @@ async def test_no_worker_is_given_what_the_last_one_has_left_in_the_same_moment(
                 await turns(1)
         await turns()
         assert worker.batches == []
-        made.check_integrity(idle=True)
+        made.check_idle()
 
 
 async def test_what_a_worker_has_begun_is_kept_for_the_next_caller(monkeypatch):
@@ -109,7 +109,7 @@ async def test_what_a_worker_has_begun_is_kept_for_the_next_caller(monkeypatch):
         await asyncio.gather(waiting, return_exceptions=True)
         worker.say(DONE)
         await turns()
-        made.check_integrity(idle=True)
+        made.check_idle()
         assert await rows(made, item())
 
 
@@ -377,7 +377,7 @@ async def test_leaving_at_any_moment_leaves_nothing(monkeypatch, seed):
         for each in await asyncio.gather(*tasks, return_exceptions=True):
             assert not isinstance(each, BaseException) or isinstance(each, TwinlensError | asyncio.CancelledError)
         await turns(50)
-        made.check_integrity(idle=True)
+        made.check_idle()
 
 
 class StubbornDecoders(FakeDecoders):
@@ -429,7 +429,7 @@ async def test_stopping_waits_for_what_nobody_wanted_any_more(monkeypatch):
         assert not stopping.done()
         decoders.go_on.set()
         await stopping
-        made.check_integrity(idle=True)
+        made.check_idle()
 
 
 async def test_stopping_lets_go_of_rows_that_were_complete_before_their_decoding_had_ended(monkeypatch):
@@ -442,4 +442,4 @@ async def test_stopping_lets_go_of_rows_that_were_complete_before_their_decoding
         await turns(30)
         decoders.go_on.set()
         await asyncio.gather(waiting, stopping, return_exceptions=True)
-        made.check_integrity(idle=True)
+        made.check_idle()

@@ -47,7 +47,7 @@ class Store:
         return self.store.used // MIB
 
     def close(self) -> None:
-        self.store.check_integrity(idle=True)
+        self.store.check_idle()
         self.buffer.close()
 
 
@@ -76,7 +76,7 @@ class Cache:
         return self.cache.used_bytes // MIB
 
     def close(self) -> None:
-        self.cache.check_integrity(idle=True)
+        self.cache.check_idle()
         self.cache.close()
 
 
@@ -105,7 +105,7 @@ class Pool:
         return self.pool.used // MIB
 
     def close(self) -> None:
-        self.pool.check_integrity(idle=True)
+        self.pool.check_idle()
 
 
 class Plain:

@@ -38,7 +38,7 @@ async def bench() -> AsyncIterator[Bench]:
     leases = Leases(store, board, seconds=60)
     yield Bench(store, board, leases, entry)
     leases.check_idle()
-    store.check_integrity(idle=True)
+    store.check_idle()
     board.close()
     buffer.close()
 

@@ -68,7 +68,7 @@ async def test_a_video_that_nobody_wants_any_more_is_ended_with_the_piece_that_i
         worker.say(DONE)
         await turns(40)
         assert len(worker.batches) == 1
-        made.check_integrity(idle=True)
+        made.check_idle()
 
 
 class Slow(FakeDecoders):

@@ -28,7 +28,7 @@ async def test_ranges_come_back_when_the_block_ends(staging):
         assert staging.used == 128 + 256
         lease.free(first)
         assert staging.used == 256
-    staging.check_integrity(idle=True)
+    staging.check_idle()
 
 
 async def test_a_lease_waits_until_all_of_it_can_be_had(staging):
@@ -46,7 +46,7 @@ async def test_a_lease_waits_until_all_of_it_can_be_had(staging):
         assert order == [], "the small one came later, and waits its turn"
     await asyncio.gather(*tasks)
     assert order[0] == "large"
-    staging.check_integrity(idle=True)
+    staging.check_idle()
 
 
 async def test_what_never_fits_is_refused_without_a_hint(staging):
@@ -77,7 +77,7 @@ async def test_large_ranges_are_emptied_by_a_thread_before_others_get_them(stagi
     await whole.aclose()
     await staging.drain()
     assert emptied[1:] == [(Range(0, 900), False)]
-    staging.check_integrity(idle=True)
+    staging.check_idle()
 
 
 async def _whole(staging: Staging):
@@ -104,4 +104,4 @@ async def test_cancelling_at_any_moment_leaves_nothing(staging, seed):
         staging.check_integrity()
     done = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(each is None or isinstance(each, asyncio.CancelledError) for each in done)
-    staging.check_integrity(idle=True)
+    staging.check_idle()

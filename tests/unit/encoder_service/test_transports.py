@@ -80,7 +80,7 @@ async def bench(folder: str = "", **options: Any) -> AsyncIterator[Bench]:
     async with Transports.open(store, LAYOUT, **given) as transports:
         yield Bench(store, entry, transports)
     store.unpin(entry.allocation)
-    store.check_integrity(idle=True)
+    store.check_idle()
     buffer.close()
 
 

@@ -223,7 +223,7 @@ async def bench(
         yield Bench(list(encoders), cache, pool, RowReceiver(pool, cache, patience, budget, header_seconds))
         await eventually(lambda: not any(encoder.open for encoder in encoders))
         await eventually(lambda: not any(replica.in_flight for replica in pool.replicas))
-        cache.check_integrity(idle=True)
+        cache.check_idle()
 
 
 class _Driven(v1.EncoderServiceServicer):

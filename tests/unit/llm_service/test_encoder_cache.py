@@ -28,7 +28,7 @@ def header(name: str, tokens: int) -> Header:
 async def cache() -> AsyncIterator[EncoderCache]:
     cache = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT)
     yield cache
-    cache.check_integrity(idle=True)
+    cache.check_idle()
     cache.close()
 
 
@@ -291,7 +291,7 @@ async def test_rows_that_do_not_fill_a_cache_line_cannot_make_a_request_wait_for
     wide = [header(name, 17) for name in "abc"]  # 68 bytes each: 204 in all, but two cache lines each
     with pytest.raises(InvalidInput):
         await asyncio.wait_for(cache.acquire(wide), 180)
-    cache.check_integrity(idle=True)
+    cache.check_idle()
     cache.close()
 
 
@@ -370,7 +370,7 @@ async def test_what_is_to_be_kept_makes_room_last_of_all() -> None:
     (entry,) = await cache.acquire([header("newer", 16)])
     assert not cache.knows(header("warm", 4).key), "but it goes"
     cache.release(entry)
-    cache.check_integrity(idle=True)
+    cache.check_idle()
     cache.close()
 
 
@@ -399,7 +399,7 @@ async def test_everybody_hears_of_a_place_before_new_rows_can_land_there() -> No
     cache = EncoderCache(ROWS * LAYOUT.row_bytes, LAYOUT, on_place=lambda place: told.append(place.offset))
     await remember(cache, ("a", 8), ("b", 8), ("a", 8), ("c", 8))
     assert told == [0, 8 * LAYOUT.row_bytes, 8 * LAYOUT.row_bytes]
-    cache.check_integrity(idle=True)
+    cache.check_idle()
     cache.close()
 
 
@@ -423,7 +423,7 @@ async def test_with_the_mirrors_go_the_rows_that_were_in_them(cache: EncoderCach
     with pytest.raises(asyncio.CancelledError):
         await awaited.filler
     cache.release(awaited)
-    cache.check_integrity(idle=True)
+    cache.check_idle()
 
 
 async def filled_by_a_thread(entry: CacheEntry) -> asyncio.Event:
@@ -461,5 +461,5 @@ async def test_a_cache_is_drained_when_the_last_one_who_filled_a_place_can_write
     assert not settling.done()
     may_end.set()
     await asyncio.wait_for(settling, 180)
-    cache.check_integrity(idle=True)
+    cache.check_idle()
     await cache.drain()

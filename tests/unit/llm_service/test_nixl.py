@@ -125,7 +125,7 @@ async def bench(backend: str = "UCX", *, places: int = 4, lease_seconds: float =
         await reader.stop()
         await agent.stop()
     store.unpin(entry.allocation)
-    store.check_integrity(idle=True)
+    store.check_idle()
     buffer.close()
 
 

@@ -64,6 +64,6 @@ async def test_a_request_that_holds_one_at_the_end_is_told() -> None:
     assert found is not None
     made.begin(found)
     with pytest.raises(AssertionError, match="held by nobody"):
-        made.check_integrity()
+        made.check_idle()
     made.end(found)
-    made.check_integrity()
+    made.check_idle()

@@ -1,0 +1,34 @@
+"""What the engine says of its load; read for callers and for metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from encoder_service.engine.batch_history import BatchTotals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderLoad:
+    """Queues and the store as they are now; all else are totals since start. `queued_items` are those that no worker
+    has begun on; `estimated_seconds` are those until all that is here is computed, by the pace of late, None where that
+    is not known; `stage_seconds` are those of items by stage; `shared_store` is None where there is none."""
+
+    queued_items: int
+    running_items: int
+    queued_patches: int
+    running_patches: int
+    estimated_seconds: float | None
+    encoded: int
+    failed: int
+    store_hits: int
+    store_misses: int
+    store_bytes: int
+    store_capacity_bytes: int
+    store_entries: int
+    shared_store: Mapping[str, int] | None
+    workers_alive: int
+    worker_busy_seconds: float
+    batches: BatchTotals
+    decoder_restarts: int
+    stage_seconds: Mapping[str, float]
