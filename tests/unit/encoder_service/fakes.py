@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 from common.media.item import Modality
@@ -73,6 +74,7 @@ class FakeDecoders:
         self.turns = turns
         self.failure = failure
         self.jobs = 0
+        self.processes = SimpleNamespace(restarts=0)
         self.time_budgets: list[TimeBudget] = []
         self._videos = asyncio.Semaphore(1)
 

@@ -81,11 +81,11 @@ async def test_the_last_one_to_leave_before_a_worker_begins_ends_the_flight(monk
         for task in waiting[:2]:
             task.cancel()
         await turns()
-        assert made.queued == 1
+        assert made.load().queued_items == 1
         waiting[2].cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await turns()
-        assert (made.queued, worker.batches) == (0, [])
+        assert (made.load().queued_items, worker.batches) == (0, [])
         made.check_idle()
 
 

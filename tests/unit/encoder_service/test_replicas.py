@@ -20,7 +20,7 @@ from tests.waiting import eventually
 
 
 async def written(made, count: int) -> None:
-    await eventually(lambda: made.shared_store_counts["written"] >= count, "the rows are shared")
+    await eventually(lambda: made.pipeline.shared_store.counts["written"] >= count, "the rows are shared")
 
 
 async def test_replicas_compute_an_item_once_between_them(monkeypatch, server):
@@ -77,7 +77,7 @@ async def test_rows_that_are_spoilt_on_the_way_are_computed(monkeypatch, server)
             (name,) = client.keys("twinlens:rows:*")
             client.hset(name, "0", b"\0" * (4 * LAYOUT.row_bytes + 4))
         assert not await rows(two, item())
-        assert (len(worker.batches), two.shared_store_counts["garbage"], two.counts["hits"]) == (1, 1, 0)
+        assert (len(worker.batches), two.pipeline.shared_store.counts["garbage"], two.counts["hits"]) == (1, 1, 0)
 
 
 def address(number: int, key: bytes) -> Url:
