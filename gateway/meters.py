@@ -117,7 +117,7 @@ def _told(services: LlmServices) -> list[Metric]:
     waiting: dict[tuple[str, ...], float] = {}
     running: dict[tuple[str, ...], float] = {}
     for service in services.usable:
-        where, load = (service.address,), service.told
+        where, load = (service.address,), service.last_load
         shares[where] = load.kv_blocks_used / max(1, load.kv_blocks_total)
         waiting[where], running[where] = load.waiting, load.running
     return [

@@ -351,7 +351,7 @@ class OutputParser:
         begun, self._begun = self._begun, None
         self.calls += 1
         if begun and begun.name:
-            out.append(ArgumentsDelta(call[1][begun.told :]))
+            out.append(ArgumentsDelta(call[1][begun.num_sent :]))
         elif not (self._single and self.calls > 1):
             out += [CallStart(call[0]), ArgumentsDelta(call[1])]
 

@@ -113,9 +113,9 @@ class _Heard:
 
 @dataclass(eq=False, slots=True)
 class LlmService:
-    """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and
-    the `adapters` over it are what it served then as well; `told` is what it last said of its load. `came` counts how
-    often it could serve when it could not before, or was another process. `between` is what it says of itself while it
+    """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and the `adapters`
+    over it are what it served then as well; `last_load` is what it last said of its load. `came` counts how often it
+    could serve when it could not before, or was another process. `between` is what it says of itself while it
     has no engine and waits for its next one: requests may wait there. A process that has just started accepts none."""
 
     address: str
@@ -129,7 +129,7 @@ class LlmService:
     aliases: frozenset[str] = frozenset()
     adapters: frozenset[str] = frozenset()
     in_flight: int = 0
-    told: llm_pb2.LlmServiceGetLoadResponse = field(default_factory=llm_pb2.LlmServiceGetLoadResponse)
+    last_load: llm_pb2.LlmServiceGetLoadResponse = field(default_factory=llm_pb2.LlmServiceGetLoadResponse)
     watcher: asyncio.Task[None] | None = field(default=None)
     looking: asyncio.Task[None] | None = field(default=None)
     _looks: int = 0
@@ -154,7 +154,7 @@ class LlmService:
     @property
     def load(self) -> int:
         """Requests that a further one would compete with: those from here, and those of anyone that wait there."""
-        return self.in_flight + self.told.waiting
+        return self.in_flight + self.last_load.waiting
 
     async def look(self, metadata: Metadata) -> None:
         """Asks it what it is. It serves once its engine has said how long a context it has memory for. Of several looks
@@ -190,7 +190,7 @@ class LlmService:
             info = await channels.about.GetInfo(
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
             )
-            load: Any = self.told
+            load: Any = self.last_load
             if info is not None and info.context_tokens:  # else no engine is there that could say
                 load = await channels.about.GetLoad(
                     llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
@@ -207,7 +207,7 @@ class LlmService:
             return _Heard(info, "it answers, but the connection for calls cannot be made")
         if info is None or load is None:  # what gRPC makes of bytes that are no message
             return _Heard(None, "its answer is not one of our messages")
-        self.told, self._resets = load, 0
+        self.last_load, self._resets = load, 0
         return _Heard(info, "" if info.context_tokens else _STARTING)
 
 

@@ -23,7 +23,7 @@ from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.engine.shared_store_format import Garbage
 
 if TYPE_CHECKING:
-    from encoder_service.engine.shared_store_client import Heard, SharedStoreClient
+    from encoder_service.engine.shared_store_client import Progressed, SharedStoreClient
 
 _PREFIX = "twinlens:rows:"
 _PARTS = "twinlens:part:"
@@ -123,13 +123,13 @@ class SharedStore:
         """Copies an item's rows to `into`; raises SharedStoreMiss where they cannot be had whole, or no longer come."""
         chunks, name = list(enumerate(self._layout.chunks(0, header.tokens))), _rows_name(header.key)
 
-        async def get(server: Any, heard: Heard) -> Garbage | bool:
-            if heard(await server.hlen(name)) <= len(chunks):
+        async def get(server: Any, progressed: Progressed) -> Garbage | bool:
+            if progressed(await server.hlen(name)) <= len(chunks):
                 return False
             for at in range(0, len(chunks), _AT_ONCE):
                 some = chunks[at : at + _AT_ONCE]
                 async with server.pipeline(transaction=False) as pipe:
-                    pipe.response_callbacks = {"HGET": heard}  # of each chunk as soon as it is here
+                    pipe.response_callbacks = {"HGET": progressed}  # of each chunk as soon as it is here
                     for number, _ in some:
                         pipe.hget(name, str(number))
                     found = await pipe.execute()
@@ -240,16 +240,18 @@ class SharedStore:
         header, part = entry.header, _PARTS + secrets.token_hex(16)
         chunks = list(self._layout.chunks(0, header.tokens))
 
-        async def put(server: Any, heard: Heard) -> bool:
-            await self._set(server, part, _HEADER, shared_store_format.pack_header(header, salt, self._layout), heard)
+        async def put(server: Any, progressed: Progressed) -> bool:
+            await self._set(
+                server, part, _HEADER, shared_store_format.pack_header(header, salt, self._layout), progressed
+            )
             for number, run in enumerate(chunks):
                 if self._store.find(header.key, salt) is not entry:
                     return False
                 rows = self._place(self._store.buffer.slice(entry.span), run)
                 await self._set(
-                    server, part, str(number), shared_store_format.pack_chunk(header.key, number, rows), heard
+                    server, part, str(number), shared_store_format.pack_chunk(header.key, number, rows), progressed
                 )
-            if heard(await server.hlen(part)) <= len(chunks):  # it was pushed out when some had been written
+            if progressed(await server.hlen(part)) <= len(chunks):  # it was pushed out when some had been written
                 return False
             async with server.pipeline(transaction=True) as pipe:
                 await pipe.rename(part, _rows_name(header.key)).expire(_rows_name(header.key), self._ttl).execute()
@@ -263,11 +265,11 @@ class SharedStore:
                 self._start(self._delete(part))
         return bool(whole)
 
-    async def _set(self, server: Any, name: str, field: str | bytes, value: bytes, heard: Heard) -> None:
+    async def _set(self, server: Any, name: str, field: str | bytes, value: bytes, progressed: Progressed) -> None:
         """Sets one field; each time with the expiry, so that nothing stays for ever when we are cut off."""
         expiry = _PART_SECONDS + math.ceil(self.client.seconds)
         async with server.pipeline(transaction=True) as pipe:
-            heard(await pipe.hset(name, field, value).expire(name, expiry).execute())
+            progressed(await pipe.hset(name, field, value).expire(name, expiry).execute())
 
     async def _delete(self, name: str) -> None:
         await self.client.ask(lambda server: server.unlink(name))

@@ -29,7 +29,7 @@ _FAILURES = 3
 _SHORTEST_REST, _LONGEST_REST = 0.5, 30.0
 
 T = TypeVar("T")
-Heard = Callable[[Any], Any]
+Progressed = Callable[[Any], Any]
 """Takes note of an answer, which it returns: there is as long again for the next."""
 
 _log = log.get("shared store")
@@ -121,14 +121,14 @@ class SharedStoreClient:
         """What `work` gets from the server, or None where the server is left alone, fails, or takes too long."""
         return await self._serve(self._questions, lambda server, _: work(server), self.seconds)
 
-    async def transfer(self, work: Callable[[Any, Heard], Awaitable[T]], size: int) -> T | None:
+    async def transfer(self, work: Callable[[Any, Progressed], Awaitable[T]], size: int) -> T | None:
         """As `ask`, for `size` bytes in parts: `work` passes each answer through what it is given, and there is as long
         again for the next. The more bytes, the longer all may take together. Once there was an answer, the server is
         not to blame for what follows, so the first question should be a small one."""
         return await self._serve(self._transfers, work, self.seconds + size / _SLOWEST)
 
     async def _serve(
-        self, turns: asyncio.Semaphore, work: Callable[[Any, Heard], Awaitable[T]], longest: float
+        self, turns: asyncio.Semaphore, work: Callable[[Any, Progressed], Awaitable[T]], longest: float
     ) -> T | None:
         if not self.breaker.allows():
             return None
@@ -139,7 +139,7 @@ class SharedStoreClient:
         return answer
 
     async def _in_turn(
-        self, turns: asyncio.Semaphore, work: Callable[[Any, Heard], Awaitable[T]], longest: float
+        self, turns: asyncio.Semaphore, work: Callable[[Any, Progressed], Awaitable[T]], longest: float
     ) -> T | None:
         try:
             async with asyncio.timeout(self.seconds):
@@ -156,12 +156,12 @@ class SharedStoreClient:
         finally:
             turns.release()
 
-    async def _bounded(self, work: Callable[[Any, Heard], Awaitable[T]], longest: float) -> T | None:
+    async def _bounded(self, work: Callable[[Any, Progressed], Awaitable[T]], longest: float) -> T | None:
         now = asyncio.get_running_loop().time
         end, answered = now() + longest, False
         limit = asyncio.timeout(self.seconds)
 
-        def heard(answer: Any) -> Any:
+        def progressed(answer: Any) -> Any:
             nonlocal answered
             if not answered:
                 answered = True
@@ -172,7 +172,7 @@ class SharedStoreClient:
 
         try:
             async with limit:
-                answer = await work(self._server, heard)
+                answer = await work(self._server, progressed)
         except ResponseError as error:  # it is there, and will not do this: full, read-only, another type under the key
             self.breaker.succeeded()
             self._note(error)

@@ -34,5 +34,5 @@ def _service(service: LlmService) -> dict[str, Any]:
         "version": None if info is None else info.version,
         "devices": [] if info is None else list(info.devices),
         "in_flight": service.in_flight,
-        "load": None if info is None else fields_of(service.told),
+        "load": None if info is None else fields_of(service.last_load),
     }

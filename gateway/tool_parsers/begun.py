@@ -147,7 +147,7 @@ class BegunCall:
         self._copy = JsonCopy()
         self._begin = 0
         self.name = ""
-        self.told = 0
+        self.num_sent = 0
         """Characters of its arguments that were told."""
 
     def more(self, text: str) -> str:
@@ -159,5 +159,5 @@ class BegunCall:
                 return ""
             self.name, self._begin = head["name"], head.end()
         more = self._copy.more(text, self._begin)
-        self.told += len(more)
+        self.num_sent += len(more)
         return more

@@ -126,7 +126,7 @@ def load(components: Components, state: State) -> llm_pb2.LlmServiceGetLoadRespo
                 cuda_ipc=encoder_pb2.TRANSPORT_CUDA_IPC in replica.transports,
                 nixl=encoder_pb2.TRANSPORT_NIXL in replica.transports,
                 failures=replica.breaker.failures,
-                **{field: getattr(replica.told, field) for field in _TOLD},
+                **{field: getattr(replica.last_load, field) for field in _TOLD},
             )
             for replica in components.pool.replicas
         ],

@@ -32,9 +32,9 @@ class Attempt:
         self._holds = ExitStack()
 
     @property
-    def heard(self) -> bool:
+    def begun(self) -> bool:
         """The encoder has begun on the item."""
-        return self.stream is not None and self.stream.heard
+        return self.stream is not None and self.stream.begun
 
     @property
     def waited(self) -> float:

@@ -271,7 +271,7 @@ class Fetch:
         own = attempt is self._attempt
         if isinstance(error, _RETRIED):
             with suppress(Exhausted):
-                self._charge(attempt, error, heard=attempt.heard)
+                self._charge(attempt, error, begun=attempt.begun)
                 if isinstance(error, Exhausted) and not own:  # then it was no try
                     self._take_back(attempt)
         elif own or not isinstance(error, TwinlensError):
@@ -374,9 +374,9 @@ class Fetch:
         if attempt is None:  # none could be picked, and that was waited for
             self._hang_up()
             raise self._missing if self._missing is not None and isinstance(error, Unavailable) else error
-        replica, heard = attempt.replica, attempt.heard
+        replica, begun = attempt.replica, attempt.begun
         self._hang_up()
-        self._charge(attempt, error, heard=heard)
+        self._charge(attempt, error, begun=begun)
         if error.reason in (MEDIA_HOST, MEDIA_CHANGED):  # it is the item's doing, and no other can do better
             raise error
         if error.reason == ENCODER_SLOW:  # which may be the item's doing as well
@@ -411,7 +411,7 @@ class Fetch:
             raise error
         self._context.counters.retries += 1
 
-    def _charge(self, attempt: Attempt, error: TwinlensError, *, heard: bool) -> None:
+    def _charge(self, attempt: Attempt, error: TwinlensError, *, begun: bool) -> None:
         """Has the end of an attempt count for its encoder, which had `heard` of it. Raises Exhausted where the item
         never fits."""
         replica = attempt.replica
@@ -422,7 +422,7 @@ class Fetch:
         elif error.reason not in (MEDIA_HOST, MEDIA_CHANGED, LEASE_EXPIRED, CALLER_STALLED):
             replica.breaker.failed(attempt.opened)
             if isinstance(error, Unavailable) and error.reason != ENCODER_SLOW:
-                replica.health.suspect(self._affinity if heard and error.reason == UNREACHABLE else None)
+                replica.health.suspect(self._affinity if begun and error.reason == UNREACHABLE else None)
 
 
 async def _end(race: dict[asyncio.Task[T], Attempt], but: Attempt | None) -> None:

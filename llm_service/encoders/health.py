@@ -34,8 +34,8 @@ class Verdict(Enum):
 
 class EncoderHealth:
     """What is known of one encoder. `answers` is the last verdict, unless a stream has broken since; `fits`: it
-    has answered, with our digest, and has not been gone since; `heard` is when it last said something, in a stream or
-    to a question.
+    has answered, with our digest, and has not been gone since; `last_heard` is when it last said something, in a
+    stream or to a question.
 
     It is asked every `check_seconds`.
     """
@@ -43,7 +43,7 @@ class EncoderHealth:
     def __init__(self, address: str, quarantine: Quarantine, check_seconds: float = CHECK_SECONDS) -> None:
         self.answers = False
         self.fits = False
-        self.heard = 0.0
+        self.last_heard = 0.0
         self._address = address
         self._quarantine = quarantine
         self._check_seconds = check_seconds
@@ -117,4 +117,4 @@ class EncoderHealth:
 
     def hear(self) -> None:
         """It has said something."""
-        self.heard = monotonic()
+        self.last_heard = monotonic()

@@ -29,9 +29,9 @@ class ParallelStreams:
         self._lengths = [end - first for first, end in stretches]
 
     @property
-    def heard(self) -> bool:
+    def begun(self) -> bool:
         """Whether the encoder has begun on the item."""
-        return any(stream.heard for stream in self._streams)
+        return any(stream.begun for stream in self._streams)
 
     @property
     def has_rows(self) -> bool:

@@ -98,7 +98,7 @@ class PreparedRequest:
 class Replica:
     """An encoder at one address. `watch` keeps `health` true to life until it is cancelled. `on_room` is called when
     there may be room for one more item. `trouble` is why it could not be used last, and `starting` that it said so;
-    `told` is what it said of its load last."""
+    `last_load` is what it said of its load last."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Replica:
         self._settings = settings
         self._streams: set[EncodeStream] = set()
         self._releases: set[asyncio.Task[None]] = set()
-        self.told = encoder_pb2.EncoderServiceGetLoadResponse()
+        self.last_load = encoder_pb2.EncoderServiceGetLoadResponse()
         self._foreign = ""
         self.full_until = 0.0
         self._openings = 0
@@ -168,7 +168,7 @@ class Replica:
         """Seconds for which an item of so many patches, sent there now, would wait for its first row: as those of late
         did, or as long as one waits already, or as the encoder reckons itself."""
         waiting = max((stream.waited() for stream in self._streams if not stream.has_rows), default=0.0)
-        return max(self.pace.expected(patches), waiting, self.told.estimated_milliseconds / 1000)
+        return max(self.pace.expected(patches), waiting, self.last_load.estimated_milliseconds / 1000)
 
     @property
     def in_flight(self) -> int:
@@ -180,7 +180,7 @@ class Replica:
         """Patches that wait or are computed there, for anyone: what it said last or, where that is more, what it has
         announced on streams of ours, which may be news to it since."""
         ours = {each.announced.key: each.announced.grid.patches for each in self._streams if each.announced}
-        return max(self.told.queued_patches + self.told.running_patches, sum(ours.values()))
+        return max(self.last_load.queued_patches + self.last_load.running_patches, sum(ours.values()))
 
     async def watch(self, changed: asyncio.Event) -> None:
         """Asks again and again whether the encoder is there and computes what we expect; sets `changed` on news."""
@@ -209,7 +209,7 @@ class Replica:
         if info is None or load is None:  # what gRPC makes of bytes that are no message
             self.trouble = "its answer is not one of our messages"
             return Verdict.GONE
-        self.told = load
+        self.last_load = load
         self.health.hear()
         if info.digest not in (self._settings.digest, self._foreign):
             self._foreign = info.digest
@@ -227,7 +227,7 @@ class Replica:
             self.breaker.succeeded()  # what its streams did in another life says nothing of this one
         self.trouble = "it answers, but its streams break"  # what keeps one that answers from being used
         for transport in self._transports:
-            await transport.heard(info)
+            await transport.on_info(info)
         return Verdict.ANSWERS
 
     def _failed(self, code: grpc.StatusCode, began: float) -> Verdict:
@@ -237,7 +237,7 @@ class Replica:
             return Verdict.ANSWERS
         if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             return Verdict.GONE
-        return Verdict.ANSWERS if self.health.answers and self.health.heard > began else Verdict.LATE
+        return Verdict.ANSWERS if self.health.answers and self.health.last_heard > began else Verdict.LATE
 
     def _lost(self) -> None:
         """The encoder's process has ended."""
@@ -320,7 +320,7 @@ class Replica:
                 end=asking.end,
                 silence=settings.silence,
                 on_event=self.health.hear,
-                heard_at=lambda: self.health.heard,
+                heard_at=lambda: self.health.last_heard,
             )
             del prepared  # its item may be large, and the stream long
             self._streams.add(stream)

@@ -86,7 +86,7 @@ class EncodeStream:
         self._silence = silence
         self._on_event = on_event
         self._heard_at = heard_at
-        self.heard = False
+        self.begun = False
         self.announced: Header | None = None
         self.has_rows = False
         self._next: ArrivedRows | None = None
@@ -188,7 +188,7 @@ class EncodeStream:
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
-        if not self.heard:
+        if not self.begun:
             await self._request_there()
             self._began = self._began_with_room = time.monotonic()
         while True:
@@ -205,7 +205,7 @@ class EncodeStream:
                 continue
             if not isinstance(event, encoder_pb2.EncodeResponse):
                 return
-            self.heard = True
+            self.begun = True
             if event.WhichOneof("event") == "progress":
                 self._waits_for_others(event.progress.stage)
             if event.WhichOneof("event") == "done":

@@ -31,16 +31,16 @@ class Block:
 @dataclass(slots=True)
 class BlockTable:
     """The blocks that one sequence holds, and its state slot, -1 for none, owned by it until `BlockManager.free`.
-    Likewise the `row` where workers keep the table, -1 for none, whose first `told` blocks they know. Identities cover
-    its full blocks. `source`: the slot of the snapshot that its next step begins with, -1 for none; `spare`: the one
-    where the state is that was there before its drafts. `reserved` snapshots wait for their blocks' identities;
+    Likewise the `row` where workers keep the table, -1 for none, whose first `num_sent` blocks they know. Identities
+    cover its full blocks. `source`: the slot of the snapshot that its next step begins with, -1 for none; `spare`: the
+    one where the state is that was there before its drafts. `reserved` snapshots wait for their blocks' identities;
     `rolling` is the one that the next of an answer replaces."""
 
     blocks: list[int] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
     slot: int = -1
     row: int = -1
-    told: int = 0
+    num_sent: int = 0
     source: int = -1
     spare: int = -1
     reserved: deque[Reserved] = field(default_factory=deque)
@@ -269,7 +269,7 @@ class BlockManager:
         if table.row >= 0:
             # Steps run one after the other: whatever one of them reads there comes before another table's blocks.
             self._free_rows.append(table.row)
-            table.row, table.told = -1, 0
+            table.row, table.num_sent = -1, 0
         if table.slot >= 0:
             self._states.give_back(table.slot)
             self._give_up_spare(table)
@@ -283,9 +283,9 @@ class BlockManager:
         """What workers are yet to be told of these tables, with the next step."""
         found: list[Appended] = []
         for table in tables:
-            if table.told < len(table.blocks):
-                found.append(Appended(table.row, table.told, array("i", table.blocks[table.told :]).tobytes()))
-                table.told = len(table.blocks)
+            if table.num_sent < len(table.blocks):
+                found.append(Appended(table.row, table.num_sent, array("i", table.blocks[table.num_sent :]).tobytes()))
+                table.num_sent = len(table.blocks)
         return found
 
     def take_sources(self, tables: Seq[BlockTable]) -> list[tuple[int, int]]:
@@ -394,7 +394,7 @@ class BlockManager:
         assert named == self._idle_named, "the count of cached blocks is wrong"
         rows = sorted([*self._free_rows, *(table.row for table in tables if table.row >= 0)])
         assert rows == list(range(self._rows)), "a row of a table is lost, or has two owners"
-        assert all(table.told <= len(table.blocks) for table in tables), "workers know blocks that are not held"
+        assert all(table.num_sent <= len(table.blocks) for table in tables), "workers know blocks that are not held"
         tickets = [each.ticket for table in tables for each in table.reserved]
         slots = [slot for table in tables for slot in (table.slot, table.spare) if slot >= 0]
         self._states.check_integrity(slots, tickets)

@@ -57,7 +57,7 @@ class AdapterOrders:
         self._repeated[read.id] += 1
         return order
 
-    def heard(self, read: AdapterRead) -> bool:
+    def take(self, read: AdapterRead) -> bool:
         """Takes an answer in. False where an adapter is lost: it was there before, and this engine cannot have it. One
         that ends an engine while it is read is not told to the next."""
         if (asked := self._asked.pop(read.id, None)) is not None:

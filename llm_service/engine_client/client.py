@@ -372,7 +372,7 @@ class EngineClient:
             self._tell(event.id, event, at)
 
     def _tell(self, id: int, event: Event, at: float = 0.0) -> None:
-        if (request := self._handover.get(id)) and self._handover.heard(request, event, at):
+        if (request := self._handover.get(id)) and self._handover.deliver(request, event, at):
             self._send_waiting()
 
     def _take_rows(self, message: RowsRead | RowsNeeded) -> None:
@@ -413,7 +413,7 @@ class EngineClient:
             _log.warning("an adapter cannot be read now", cause=message.error)
             asyncio.get_running_loop().call_later(_ADAPTER_SECONDS, self._tell_again, self._child, order)
             return
-        if not self._adapters.heard(message):
+        if not self._adapters.take(message):
             _log.error("an adapter is lost", cause=message.error)
             for request in self._handover:
                 if request.add.adapter == message.id:

@@ -81,7 +81,7 @@ class Handover:
             self._limit(request, None)
         return chosen
 
-    def heard(self, request: EngineRequest, event: Event, at: float) -> bool:
+    def deliver(self, request: EngineRequest, event: Event, at: float) -> bool:
         """Passes on what the engine says of a request, of a token when a step had it; whether another one may be sent
         now."""
         request.put(event, at)

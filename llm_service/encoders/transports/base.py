@@ -51,7 +51,7 @@ class Transport(Protocol):
         """Whether rows can come in this way now."""
         ...
 
-    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+    async def on_info(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
         """The encoder lives, and this is what it says of itself: opens what is not open yet, where that can be."""
         ...
 

@@ -36,7 +36,7 @@ class CudaIpc:
         """The memory is shared, and there is a device that every rank reads."""
         return self._memory.usable and bool(self.devices)
 
-    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+    async def on_info(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
         """Pools are opened by the ranks, when first rows come from them."""
         self.listed(info.device_pools)
 

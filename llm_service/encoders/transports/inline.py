@@ -26,7 +26,7 @@ class Inline:
         """Always."""
         return True
 
-    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+    async def on_info(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
         """There is nothing to open."""
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class Nixl:
             return False
         return time.monotonic() >= self._again
 
-    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+    async def on_info(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
         """Connects with the encoder's agent, where it is another one than before, or ours is, or a read has failed:
         the library may have forgotten it. Where that takes long, it goes on in the background."""
         told, agent = info.nixl_agent, self._reader.agent

@@ -47,7 +47,7 @@ class SharedMemory:
         """It is mapped."""
         return self.region is not None
 
-    async def heard(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
+    async def on_info(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
         """Tries to map it."""
         name, secret, now = info.local_socket.name, info.local_socket.secret, time.monotonic()
         if not name or self.region is not None or (secret == self._refused and now < self._again):

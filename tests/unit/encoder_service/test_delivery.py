@@ -148,7 +148,7 @@ async def opened(monkeypatch, *, shared: bool) -> AsyncIterator[Bench]:
             if shared:
                 monkeypatch.setattr(local_link, "_GREETING_SECONDS", 180.0)  # this process may stand still
                 reader = SharedMemory("", "", LAYOUT.dtype, lambda: None)
-                await reader.heard(encoder_pb2.EncoderServiceGetInfoResponse(local_socket=transports.local_socket))
+                await reader.on_info(encoder_pb2.EncoderServiceGetInfoResponse(local_socket=transports.local_socket))
                 assert reader.usable
             reader.prove(host)
             yield Bench(made, worker, transports, reader, host)

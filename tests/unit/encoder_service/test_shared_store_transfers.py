@@ -155,12 +155,12 @@ async def test_rows_that_go_on_too_slowly_are_given_up_in_the_end(clock):
     client = SharedStoreClient("redis://127.0.0.1:1", seconds=1.0)
     parts = 0
 
-    async def work(_: Any, heard: Callable[[Any], Any]) -> bool:
+    async def work(_: Any, progressed: Callable[[Any], Any]) -> bool:
         nonlocal parts
         for parts in range(1000):  # noqa: B007 - it is looked at outside
             clock(0.9)
             await turns()
-            heard(None)
+            progressed(None)
         return True
 
     assert await client.transfer(work, 64 * MIB) is None

@@ -197,7 +197,7 @@ async def test_what_broke_once_comes_by_way_of_the_host(
     asked = Asking(request_id="", salt="", priority=0, **asking)
     pool = encoder_pb2.DevicePool(region="a", gpu_uuid="GPU-0", bytes=1 << 20)
     for transport in replica._transports:
-        await transport.heard(encoder_pb2.EncoderServiceGetInfoResponse(device_pools=[pool] * pools))
+        await transport.on_info(encoder_pb2.EncoderServiceGetInfoResponse(device_pools=[pool] * pools))
     assert [type(each).__name__ for each in replica.ways(asked)] == ["Inline"]
     assert replica.parts(2) == 2
     (memory,) = (each for each in replica._transports if isinstance(each, SharedMemory))

@@ -169,10 +169,10 @@ async def test_a_question_that_failed_says_that_an_encoder_is_gone_only_where_it
         assert replica.full_until > asked, "it is as good as it says: with too many calls, and left alone for a moment"
         assert replica._failed(grpc.StatusCode.UNAVAILABLE, 0.0) is GONE
         replica.health.hear()
-        assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.heard - 1) is ANSWERS
-        assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.heard + 1) is LATE
+        assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.last_heard - 1) is ANSWERS
+        assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.last_heard + 1) is LATE
         replica.health.suspect()
-        assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.heard - 1) is LATE
+        assert replica._failed(grpc.StatusCode.DEADLINE_EXCEEDED, replica.health.last_heard - 1) is LATE
 
 
 async def test_an_encoder_that_answers_nonsense_is_gone_for_now_and_is_asked_again(quarantine: Quarantine) -> None:
@@ -242,7 +242,7 @@ async def test_memory_that_could_not_be_shared_is_tried_again_later_and_not_at_e
     memory = shared_memory.SharedMemory("", "", DType.FLOAT32, lambda: None)
     for passed, tried in ((0, 1), (1, 1), (30, 2), (1, 2), (30, 3), (30, 3)):
         memory._again -= passed
-        await memory.heard(info)
+        await memory.on_info(info)
         assert len(tries) == tried
     assert memory.region is region
 

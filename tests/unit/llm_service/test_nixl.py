@@ -67,7 +67,7 @@ class Bench:
         told = convert.write_nixl_agent(self.transports.nixl_memory)
         if told is not None and backend:
             told.backend = backend
-        await self.nixl.heard(encoder_pb2.EncoderServiceGetInfoResponse(nixl_agent=told))
+        await self.nixl.on_info(encoder_pb2.EncoderServiceGetInfoResponse(nixl_agent=told))
         if waits and self.nixl._connecting is not None:
             await asyncio.wait({self.nixl._connecting})
 
@@ -348,7 +348,7 @@ async def test_an_encoder_with_another_back_end_or_none_is_not_read() -> None:
         await b.heard(backend="LIBFABRIC")
         assert not b.nixl.usable
         assert b.host == encoder_pb2.HostProof()
-        await b.nixl.heard(encoder_pb2.EncoderServiceGetInfoResponse())
+        await b.nixl.on_info(encoder_pb2.EncoderServiceGetInfoResponse())
         assert not b.nixl.usable
         b.nixl.close()
         await b.heard()
