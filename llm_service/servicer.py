@@ -15,8 +15,8 @@ from common.rpc import calls
 from common.wire import crc32c
 from llm_service.components import Components
 from llm_service.convert import answers, service_state
-from llm_service.engine.prompt_length import check_bytes, check_length
 from llm_service.generation.events import Begun, Delta, Embedded, Ended, PromptLogprobsDelta
+from llm_service.prompt_length import check_bytes, check_length
 from llm_service.request import MediaItem
 from llm_service.token_ids import check_token_ids
 from twinlens.v1 import llm_pb2

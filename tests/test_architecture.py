@@ -46,6 +46,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "front": ("nouns", "messages", "media", "engine"),
 }
 
+NOUNS = {"item", "request", "plan", "settings", "prompt.tokens", "prompt_length", "token_ids", "token_masks"}
+"""Modules of a service that are nouns, beside families and models' shapes."""
+
 # What the client and the LLM service, which is a client of encoders, have in common.
 LINKING = ("twinlens.credentials.*", "twinlens.obstacles.*")
 
@@ -109,7 +112,7 @@ def room_of(name: str) -> str:
     ('nouns', 'engine', 'front')
     """
     parts = name.split(".")[1:]
-    if parts in (["item"], ["request"], ["plan"], ["settings"], ["prompt", "tokens"]):
+    if ".".join(parts) in NOUNS:
         return "nouns"
     if parts[:1] in (["families"], ["model_config"]):
         return "nouns"

@@ -14,8 +14,8 @@ from llm_service.config import LlmConfig
 from llm_service.convert.sampling import SamplingReader
 from llm_service.convert.tools import parsed_json, read_tool, read_tool_call
 from llm_service.embedder import Embedder
-from llm_service.engine.prompt_length import check_bytes, check_length
 from llm_service.generation_config import SamplingDefaults
+from llm_service.prompt_length import check_bytes, check_length
 from llm_service.request import (
     ChatPrompt,
     LoadedAdapter,

@@ -7,13 +7,13 @@ from typing import Any
 
 from common.errors import InvalidInput
 from llm_service.config import LlmConfig
-from llm_service.engine.token_masks import mask_of
 from llm_service.generation_config import RANGES, SamplingDefaults, is_within, wanted_range
 from llm_service.request import (
     SamplingParams,
     Structure,
 )
 from llm_service.token_ids import check_token_ids
+from llm_service.token_masks import mask_of
 from twinlens.v1 import llm_pb2
 
 

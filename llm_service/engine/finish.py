@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from common.errors import InvalidInput
-from llm_service.engine.prompt_length import check_length, too_long
 from llm_service.engine.sequence import Sequence
-from llm_service.engine.token_masks import leaves_any
 from llm_service.plan import Draw
+from llm_service.prompt_length import check_length, too_long
+from llm_service.token_masks import leaves_any
 
 
 def finish_reason(sequence: Sequence, token: int) -> str | InvalidInput:

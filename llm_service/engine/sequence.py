@@ -19,8 +19,8 @@ from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.engine.state_slots import Place
 from llm_service.engine.structure import Matcher
-from llm_service.engine.token_masks import both, leaves_any
 from llm_service.request import Pooling, SamplingParams
+from llm_service.token_masks import both, leaves_any
 
 Order = tuple[int, int, int]
 

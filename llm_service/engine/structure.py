@@ -19,8 +19,8 @@ from common import log
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.json_gaps import PATTERN, SETTINGS
-from llm_service.engine.token_masks import all_but, allows, either, mask_bytes, mask_of, only_token
 from llm_service.request import Structure, ThinkingBound, Trigger
+from llm_service.token_masks import all_but, allows, either, mask_bytes, mask_of, only_token
 
 _log = log.get("structure")
 _LIMITS = LLParserLimits(max_items_in_row=800, step_max_items=10_000)

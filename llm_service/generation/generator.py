@@ -31,8 +31,7 @@ from llm_service.engine.messages import (
     Started,
     State,
 )
-from llm_service.engine.prompt import block_identities
-from llm_service.engine.prompt_length import check_length
+from llm_service.engine.prompt_identities import block_identities
 from llm_service.engine_client.client import EngineClient
 from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.generation.adapters import Adapters
@@ -50,6 +49,7 @@ from llm_service.meters import Meters
 from llm_service.prefill.lend import BlockPart, Lending
 from llm_service.prefill.services import PrefillServices
 from llm_service.prompt.builder import PromptBuilder
+from llm_service.prompt_length import check_length
 from llm_service.request import (
     ChatPrompt,
     Piece,

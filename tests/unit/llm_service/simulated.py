@@ -18,7 +18,8 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.drafts import look_up
 from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
-from llm_service.engine.prompt import Prompt, block_identities
+from llm_service.engine.prompt import Prompt
+from llm_service.engine.prompt_identities import block_identities
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.families.chunk_rule import ANYWHERE, ChunkRule

@@ -39,7 +39,7 @@ from llm_service.engine.messages import (
     Token,
     Tokens,
 )
-from llm_service.engine.prompt import block_identities
+from llm_service.engine.prompt_identities import block_identities
 from llm_service.engine_client.block_places import BlockPlaces
 from llm_service.engine_client.client import EngineClient
 from llm_service.generation import generator as generator_module

@@ -17,10 +17,10 @@ from common.allocator import bytes_in_use
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.engine.structure import Form, Matcher, Matchers, Structures
-from llm_service.engine.token_masks import all_but, both, mask_bytes, mask_of
 from llm_service.grammar.gbnf import as_lark
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import Structure, ThinkingBound, Trigger
+from llm_service.token_masks import all_but, both, mask_bytes, mask_of
 from tests.checkpoints import VOCABULARY
 from tests.waiting import until
 

@@ -1,0 +1,52 @@
+"""What a prompt's blocks depend on beside their tokens, and the identities that follow."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from llm_service.engine.block_identity import BlockIdentities, MediaRun, block_identity, root_identity
+
+
+def block_identities(
+    tokens: array[int], positions: bytes, runs: list[MediaRun], salt: str, adapter_digest: bytes, block_size: int
+) -> list[bytes]:
+    """The identities of a prompt's full blocks, where none of its tokens depends on what is behind it; `positions` is
+    int32 [3, tokens], `runs` are in order. For the front: a long prompt has thousands, and the thread that decides has
+    better to do."""
+    where = np.frombuffer(positions, np.int32).reshape(3, len(tokens))
+    names = BlockIdentities(prompt_root(where, salt, adapter_digest), named_runs(where, runs))
+    return names.first(len(tokens) // block_size, tokens, block_size)
+
+
+def prompt_root(positions: np.ndarray, salt: str, adapter_digest: bytes) -> bytes:
+    """The parent of a prompt's first block, positions int32 [3, n]."""
+    root = root_identity(salt, adapter_digest)
+    if begins := int(positions[0, 0]):  # one that begins elsewhere turns otherwise
+        root = block_identity(root, begins.to_bytes(4, "little"), ())
+    return root
+
+
+def named_runs(positions: np.ndarray, runs: list[MediaRun]) -> list[MediaRun]:
+    """Media's runs, in order, with texts between them that do not count on."""
+    return sorted([*runs, *_texts_apart(positions, runs)]) if runs else runs
+
+
+def _texts_apart(positions: np.ndarray, runs: list[MediaRun]) -> list[MediaRun]:
+    """Tokens that are no rows and whose positions, int32 [3, n], do not count on from the token before them, or differ
+    among axes, as those of a mark that a picture's rows begin with: what is computed of them is not what it is of the
+    same token elsewhere. Each is as a row of an item that is named by where it is.
+
+    >>> where = np.array([[0, 1, 2, 2, 3], [0, 1, 1, 2, 3], [0, 1, 2, 3, 3]], np.int32)
+    >>> [run[:2] for run in _texts_apart(where, [MediaRun(3, 4, 0, b"")])]
+    [(2, 3)]
+    """
+    rows = np.zeros(positions.shape[1], np.bool_)
+    for run in runs:
+        rows[run.begin : run.end] = True
+    behind_rows = np.concatenate([rows[:1], rows[:-1]])
+    jumps = np.diff(positions[0], prepend=positions[0, 0] - 1) != 1
+    apart = (positions != positions[0]).any(axis=0) | (jumps & ~behind_rows)
+    found = np.flatnonzero(apart & ~rows).tolist()
+    return [MediaRun(at, at + 1, 0, b"positions" + positions[:, at].tobytes()) for at in found]
