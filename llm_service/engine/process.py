@@ -21,10 +21,11 @@ from llm_service.engine.block_exchange import BlockExchange
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore, ReadAdapter, Wake
 from llm_service.engine.limits import SchedulerLimits
+from llm_service.engine.matchers import Matchers
 from llm_service.engine.messages import AdapterRead, Beat, Defect, PullEnded, Ready, ToEngine, Unable
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
-from llm_service.engine.structure import Matchers, Structures
+from llm_service.engine.structure import Structures
 from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 from llm_service.model_config.served import ServedModel, Weights
 from llm_service.prompt.tokens import end_tokens
@@ -121,7 +122,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
     blocks = _blocks(settings, loaded, block_events)
     limits = _limits(settings, loaded, model.max_context(settings.max_context))
     _log_room(settings, loaded, limits)
-    scheduler = Scheduler(blocks, limits, stop_ids, loaded.row_bytes, Matchers(structures, wake.set))
+    scheduler = Scheduler(blocks, limits, stop_ids, loaded.row_bytes, Matchers(structures.matcher, wake.set))
     link.send(
         Ready(
             max_context=limits.max_context,

@@ -17,6 +17,7 @@ from llm_service.engine.batch import StateCopies, Step, StepAdapters, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.finish import dead_end, finish_reason, never_at_once, never_whole, resumed_end
 from llm_service.engine.limits import SchedulerLimits
+from llm_service.engine.matchers import Form, Matcher
 from llm_service.engine.messages import Add, Complete, Failed, Pooled, PromptLogprobs, Started, State, Token
 from llm_service.engine.notices import NoticeQueue, Notices, StepOutput
 from llm_service.engine.planner import Drafter, Planner, Schedule, by_look_up, by_proposal
@@ -25,7 +26,6 @@ from llm_service.engine.sequence import Sequence
 from llm_service.engine.state_slots import Place
 from llm_service.engine.step_cap import StepCap
 from llm_service.engine.step_pace import StepPace
-from llm_service.engine.structure import Form, Matcher
 from llm_service.plan import StepResult
 from llm_service.request import SamplingParams
 

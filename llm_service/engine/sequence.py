@@ -15,10 +15,10 @@ from llm_service.engine.block_identity import NEVER, BlockContent, BlockIdentiti
 from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.drafts import DraftLength
 from llm_service.engine.limits import SchedulerLimits
+from llm_service.engine.matchers import Matcher
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
 from llm_service.engine.state_slots import Place
-from llm_service.engine.structure import Matcher
 from llm_service.request import Pooling, SamplingParams
 from llm_service.token_masks import both, leaves_any
 

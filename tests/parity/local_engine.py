@@ -27,12 +27,12 @@ from common.media.item import Grid, Header, Key, Modality
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.limits import SchedulerLimits
+from llm_service.engine.matchers import Form, Matcher
 from llm_service.engine.messages import NOWHERE, Add, Complete, Failed, ItemRows, Started, Token
 from llm_service.engine.notices import StepOutput
 from llm_service.engine.planner import Drafter
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence as Sequenced
-from llm_service.engine.structure import Form, Matcher
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.mixer import CachedPart, StateBackend

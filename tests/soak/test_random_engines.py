@@ -20,8 +20,9 @@ import pytest
 from PIL import Image
 
 from common.checkpoint import Checkpoint
+from llm_service.engine.matchers import Form, Matcher
 from llm_service.engine.messages import Resumed
-from llm_service.engine.structure import Form, Matcher, Structures
+from llm_service.engine.structure import Structures
 from llm_service.model_config.served import ServedModel
 from llm_service.request import Pooling, SamplingParams, Structure
 from llm_service.settings import CacheDtype

@@ -19,7 +19,7 @@ import numpy as np
 
 from llm_service.engine.batch import uniform
 from llm_service.engine.limits import SchedulerLimits
-from llm_service.engine.structure import Matcher
+from llm_service.engine.matchers import Matcher
 from llm_service.plan import Chunk, Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
 from llm_service.request import Pooling, SamplingParams
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llm_service.engine.structure import Matcher
+from llm_service.engine.matchers import Matcher
 from tests.unit.llm_service import simulated
 from tests.unit.llm_service.hashed import EOS, Alternating, Picture, expected
 from tests.unit.llm_service.simulated import order, run_until_over, simulation, text

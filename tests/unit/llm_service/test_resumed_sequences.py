@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import InvalidInput
 from llm_service.engine.finish import resumed_end
-from llm_service.engine.structure import Matcher
+from llm_service.engine.matchers import Matcher
 from tests.unit.llm_service.hashed import EOS, Order, Picture, alternating, expected
 from tests.unit.llm_service.simulated import Simulation, order, run_until_over, simulation, text
 

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from common.allocator import bytes_in_use
 from common.checkpoint import Checkpoint
 from common.errors import InvalidInput
-from llm_service.engine.structure import Form, Matcher, Matchers, Structures
+from llm_service.engine.matchers import Form, Matcher, Matchers
+from llm_service.engine.structure import Structures
 from llm_service.grammar.gbnf import as_lark
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import Structure, ThinkingBound, Trigger
@@ -308,7 +309,7 @@ def made_in_order(structures: Structures, monkeypatch: pytest.MonkeyPatch, sizes
 
     made = structures.matcher(Form(structures.grammar(Structure("regex", "a+"))))
     monkeypatch.setattr(structures, "matcher", noted)
-    matchers = Matchers(structures, lambda: None)
+    matchers = Matchers(structures.matcher, lambda: None)
     futures = [matchers(Form("", size << 20)) for size in sizes]
     assert futures[3].cancel()
     go_on.set()
@@ -328,11 +329,11 @@ def test_a_large_form_is_not_overtaken_for_ever(structures: Structures, monkeypa
 
 def test_a_form_that_cannot_be_made_is_told_to_whoever_waits(structures: Structures) -> None:
     with pytest.raises(TypeError):
-        Matchers(structures, lambda: None)(Form(None)).result()  # type: ignore[arg-type]
+        Matchers(structures.matcher, lambda: None)(Form(None)).result()  # type: ignore[arg-type]
 
 
 def test_a_matcher_stands_behind_the_output_so_far(structures: Structures, builder: PromptBuilder) -> None:
-    form, make = held(structures, Structure("regex", "(ab)+")), Matchers(structures, lambda: None)
+    form, make = held(structures, Structure("regex", "(ab)+")), Matchers(structures.matcher, lambda: None)
     said = builder.encode("abab")
     behind = make(form, said).result()
     beside = make(form).result()
@@ -351,7 +352,7 @@ def test_no_matcher_stands_behind_what_its_grammar_forbids(
 ) -> None:
     form = held(structures, Structure("regex", "(ab)+"))
     with pytest.raises(InvalidInput) as error:
-        Matchers(structures, lambda: None)(form, builder.encode(said)).result()
+        Matchers(structures.matcher, lambda: None)(form, builder.encode(said)).result()
     assert (error.value.reason, error.value.field) == ("BAD_RESUME", "resume")
 
 
@@ -367,7 +368,9 @@ def test_two_answers_of_one_grammar_do_not_move_each_other(structures: Structure
 
 def test_a_matcher_is_made_beside_whoever_asks_and_that_is_told(structures: Structures) -> None:
     made: list[bool] = []
-    future = Matchers(structures, lambda: made.append(True))(held(structures, Structure("choice", '["yes", "no"]')))
+    future = Matchers(structures.matcher, lambda: made.append(True))(
+        held(structures, Structure("choice", '["yes", "no"]'))
+    )
     until(lambda: bool(made), "it is told")
     assert future.done()
     assert not future.result().is_stopped()
