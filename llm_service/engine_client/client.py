@@ -52,7 +52,7 @@ from llm_service.engine.messages import (
 )
 from llm_service.engine_client.adapter_orders import AdapterOrders
 from llm_service.engine_client.block_places import BlockPlaces, BlocksMessage
-from llm_service.engine_client.engine_request import EngineRequest, Event
+from llm_service.engine_client.engine_request import EngineRequest, Event, RowsHolder
 from llm_service.engine_client.handover import Handover, engine_lost
 from llm_service.engine_client.mirrors import Mirrors
 from llm_service.engine_client.processes import MODULE, SpareEngine, Watch
@@ -181,14 +181,13 @@ class EngineClient:
         """Raises Unavailable where `submit` would now: for who has something done for a request before that."""
         self._handover.check(max_handovers)
 
-    def submit(self, add: Add, on_released: Callable[[], None], max_handovers: int = 0) -> EngineRequest:
+    def submit(self, add: Add, holder: RowsHolder, max_handovers: int = 0) -> EngineRequest:
         """Hands a request over, or has it wait where an engine has just ended. It may outlive `max_handovers` engines.
-        Raises Unavailable, without calling `on_released`, where no engine is to be had, or it does not wait for one;
+        Raises Unavailable, without telling `holder`, where no engine is to be had, or it does not wait for one;
         and where its adapter is lost."""
         if add.adapter and not self._adapters.keeps(add.adapter):
             raise _adapter_lost()
-        request = EngineRequest(add, on_released, max_handovers)
-        request.on_prompt_logprobs_taken = self._prompt_logprobs_taken
+        request = EngineRequest(add, holder, max_handovers, self._prompt_logprobs_taken)
         self._handover.enter(request)
         self._send_waiting()
         return request
@@ -379,9 +378,8 @@ class EngineClient:
         if isinstance(message, RowsRead):
             for request in filter(None, map(self._handover.get, message.ids)):
                 request.rows_read()
-        elif (needs := self._handover.get(message.id)) and needs.on_rows_needed is not None:
-            needs.displace()
-            needs.on_rows_needed()
+        elif needs := self._handover.get(message.id):
+            needs.rows_needed()
 
     def _take_blocks(self, message: BlocksChanged | BlocksAnswer) -> None:
         if isinstance(message, BlocksChanged):

@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -27,6 +28,22 @@ from llm_service.engine.messages import (
 Event = Started | Prefilled | PromptLogprobs | Token | Complete | Pooled
 
 
+class RowsHolder(Protocol):
+    """Who has the rows of a request's items in the arena."""
+
+    def rows_needed(self) -> None:
+        """An engine needs places for all items after all, or again."""
+        ...
+
+    def rows_read(self) -> None:
+        """An engine has read the rows of all items."""
+        ...
+
+    def released(self) -> None:
+        """No engine reads the rows any more, nor will; called once."""
+        ...
+
+
 @dataclass(eq=False)
 class EngineRequest:
     """`next` gives a request's events to its caller. It may be handed to another engine where the one that had it has
@@ -34,15 +51,10 @@ class EngineRequest:
 
     add: Add
     """As the front first sent it; `message` is what the next engine is told."""
-    on_released: Callable[[], None]
-    """Called once, when no engine reads its rows any more."""
-    max_handovers: int = 0
+    holder: RowsHolder
+    max_handovers: int
     """Ends of engines that it may be charged with and still go on; 0: it does not wait for another engine."""
-    on_rows_read: Callable[[], None] | None = None
-    """Called when an engine has read the rows of all items."""
-    on_rows_needed: Callable[[], None] | None = None
-    """Called when an engine needs places for its items after all, or again."""
-    on_prompt_logprobs_taken: Callable[[EngineRequest, int], None] | None = None
+    on_prompt_logprobs_taken: Callable[[EngineRequest, int], None]
     """Called when its caller comes back for more: he has the logprobs of the prompt's tokens before that one."""
     deaths: int = 0
     """Ends of engines that it is charged with."""
@@ -54,7 +66,8 @@ class EngineRequest:
     """No engine gets it before all items have places."""
     timer: asyncio.TimerHandle | None = None
     """Gives it up when it has waited for an engine for as long as it may."""
-    _left: bool = False
+    caller_left: bool = False
+    """Its caller wants nothing more of it: neither events nor places for its items."""
     _started: bool = False
     """Its caller has been given `Started`."""
     _with_logprobs: int = 0
@@ -89,14 +102,14 @@ class EngineRequest:
     @property
     def over(self) -> bool:
         """No engine has anything more to compute for it."""
-        return self._left or self._error is not None or len(self._finished) == len(self._output)
+        return self.caller_left or self._error is not None or len(self._finished) == len(self._output)
 
     # --- for its caller -------------------------------------------------------------------------------------------
 
     async def next(self) -> list[Event]:
         """The events since the last call, at least one; raises the error that ended the request."""
         given, self._given = self._given, 0
-        if given and self.on_prompt_logprobs_taken is not None:
+        if given:
             self.on_prompt_logprobs_taken(self, given)
         while not self._events:
             if self._error is not None:
@@ -146,7 +159,7 @@ class EngineRequest:
     def leave(self, choice: int = -1) -> None:
         """Its caller wants nothing more of it, or of one choice."""
         if choice < 0:
-            self._left = True
+            self.caller_left = True
         else:
             self._finished.add(choice)
 
@@ -159,20 +172,21 @@ class EngineRequest:
     def rows_read(self) -> None:
         """The engine has read the rows of all items, which need no places; another engine may ask for some."""
         self._places = [(NOWHERE, 0)] * len(self._places)
-        if self.on_rows_read is not None:
-            self.on_rows_read()
+        self.holder.rows_read()
 
-    def displace(self) -> None:
+    def rows_needed(self) -> None:
         """No item has a place any more. Until they have, no other engine gets the request: it would ask for places as
         well, and could be given those that are on their way for the first."""
+        if self.caller_left:
+            return
         self._places = [(NOWHERE, 0)] * len(self._places)
         self.waits_for_places = True
+        self.holder.rows_needed()
 
     def ask_for_places(self) -> None:
         """Where an item has no place, all items are to have some before another engine gets the request."""
-        if self.on_rows_needed is not None and any(offset == NOWHERE for offset, _ in self._places):
-            self.displace()
-            self.on_rows_needed()
+        if any(offset == NOWHERE for offset, _ in self._places):
+            self.rows_needed()
 
     def place(self, places: list[tuple[int, int]]) -> None:
         """All items have places: (offset, rows that have landed there)."""

@@ -98,7 +98,7 @@ class Handover:
         request.held = False
         if request.timer is not None:
             request.timer.cancel()
-        request.on_released()
+        request.holder.released()
         return self._end_trial(request)
 
     def engine_serves(self) -> None:

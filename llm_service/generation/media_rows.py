@@ -63,13 +63,13 @@ class MediaRows:
     async def __aexit__(self, *_: object) -> None:
         """The request has ended for its caller: nothing more is passed on, or placed."""
         if self._submitted is None:
-            self._release()
+            self.released()
             if not self._taken:  # else their streams belong to what they fill
                 self._receiver.close(self._fetches)
             return
         self._unwatch()
-        self._submitted.request.on_rows_needed = None  # else each held the other, and this one the items' content
-        self._submitted = None
+        self._submitted.request.leave()
+        self._submitted = None  # else each held the other
         if self._placing is not None:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)
@@ -108,18 +108,17 @@ class MediaRows:
         """Hands the request to the engine, which from then on says when rows may be released: once it has computed the
         prompt's, as long as it does not ask for them again. Every row that lands is passed on to it, what it asks for,
         or has lost, is placed, and the request fails with its item; `on_complete` is called when all rows are here."""
-        request = engine.submit(add, self._release, max_handovers)
+        request = engine.submit(add, self, max_handovers)
         self._submitted = _Submitted(engine, request, on_complete)
-        request.on_rows_needed, request.on_rows_read = self._rows_needed, self._rows_read
         self._watch(self._submitted)
         return request
 
-    def _rows_needed(self) -> None:
+    def rows_needed(self) -> None:
         """The engine asks for places, if it has not heard yet that the request has ended."""
         if self._submitted is not None and (self._placing is None or self._placing.done()):
             self._placing = tasks.start(self._place_again(self._submitted), "rows that the engine asked for")
 
-    def _rows_read(self) -> None:
+    def rows_read(self) -> None:
         """The engine has read all rows. The items' content stays, and counts in the request budget, until the request
         ends: if it is preempted, or its engine ends, it asks for its rows again, and an encoder that has evicted them
         makes them of that."""
@@ -149,9 +148,8 @@ class MediaRows:
     def _tell(self, submitted: _Submitted, number: int, field: str, entry: CacheEntry) -> None:
         """What has become of the rows of span `number`, whose item stands in this field of the request."""
         request = submitted.request
-        if entry.lost and not request.held and request.on_rows_needed is not None:
-            request.displace()
-            request.on_rows_needed()
+        if entry.lost and not request.held and not request.caller_left:
+            request.rows_needed()
             return
         if entry.error is not None:
             request.fail(entry.error_at(field))
@@ -190,7 +188,7 @@ class MediaRows:
             entry.watchers.remove(tell)
         self._watched.clear()
 
-    def _release(self) -> None:
+    def released(self) -> None:
         """Gives every entry back: nobody reads them any more."""
         self._released = True
         self._give_back()

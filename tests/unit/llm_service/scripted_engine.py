@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,24 @@ from llm_service.engine_client.client import EngineClient
 
 START_SECONDS = 100.0
 STEP_SECONDS = 50.0
+
+
+@dataclass
+class Holder:
+    """Holds no rows; notes under its request's id what it is told."""
+
+    id: int = 0
+    needed: list[int] = field(default_factory=list)
+    let_go: list[int] = field(default_factory=list)
+
+    def rows_needed(self) -> None:
+        self.needed.append(self.id)
+
+    def rows_read(self) -> None:
+        pass
+
+    def released(self) -> None:
+        self.let_go.append(self.id)
 
 
 class ScriptedEngine:

@@ -16,7 +16,7 @@ from llm_service.engine_client import processes
 from llm_service.engine_client.client import EngineClient
 from llm_service.request import SamplingParams
 from tests.unit.llm_service.scripted import eventually
-from tests.unit.llm_service.scripted_engine import START_SECONDS, STEP_SECONDS, ScriptedEngine, front_of
+from tests.unit.llm_service.scripted_engine import START_SECONDS, STEP_SECONDS, Holder, ScriptedEngine, front_of
 
 NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -330,13 +330,13 @@ async def test_no_engine_gets_a_request_whose_adapter_was_lost_while_its_prompt_
         deadline=None,
         adapter=1,
     )
-    front.submit(add, on_released=lambda: None)
+    front.submit(add, Holder())
     assert first.told(Add) == [add]
     first.dies()
     second.serves()
     second.says(AdapterRead(1, error="its folder has another adapter by now"))
     await eventually(lambda: front.deaths and front.ready is not None)
     with pytest.raises(Unavailable) as error:
-        front.submit(msgspec.structs.replace(add, id=front.next_id()), on_released=lambda: None)
+        front.submit(msgspec.structs.replace(add, id=front.next_id()), Holder())
     assert (error.value.reason, second.told(Add)) == ("ADAPTER_LOST", [])
     await front.stop()

@@ -38,7 +38,7 @@ from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.plan import TokenLogprobs
 from llm_service.request import SamplingParams
 from tests.unit.llm_service.scripted import eventually
-from tests.unit.llm_service.scripted_engine import ScriptedEngine, front_of
+from tests.unit.llm_service.scripted_engine import Holder, ScriptedEngine, front_of
 
 FOREVER = 1e6
 
@@ -50,6 +50,8 @@ class Line:
     front: EngineClient
     engines: list[ScriptedEngine]
     released: list[int] = field(default_factory=list)
+    needed: list[int] = field(default_factory=list)
+    """Requests that are to find places for their items."""
 
     @property
     def now(self) -> ScriptedEngine:
@@ -68,7 +70,8 @@ class Line:
             **fields,
         }
         id = self.front.next_id()
-        return self.front.submit(Add(id=id, **add), lambda: self.released.append(id), max_handovers)
+        holder = Holder(id, self.needed, self.released)
+        return self.front.submit(Add(id=id, **add), holder, max_handovers)
 
     async def hear(self, *messages: Any) -> None:
         """The engine that serves says this, and the front has heard it."""
@@ -304,17 +307,14 @@ async def test_a_suspect_is_tried_past_what_one_step_may_have_given_untold(
 
 async def test_a_suspect_is_not_tried_before_it_has_places_for_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """The room that it waits for may be held by another one, which would wait for its trial to end."""
-    asked: list[int] = []
     async with line(monkeypatch, 4) as made:
         covered, other = made.submit(items=[item(64), item(NOWHERE)]), made.submit(items=[item(0)])
-        covered.on_rows_needed = lambda: asked.append(covered.id)
-        other.on_rows_needed = lambda: asked.append(other.id)
         await made.begin(covered, other)
         await made.replace()
-        assert (made.adds(), asked) == ([covered.id, other.id], []), "none of them is suspected yet"
+        assert (made.adds(), made.needed) == ([covered.id, other.id], []), "none of them is suspected yet"
         await made.begin(covered, other)
         await made.replace()
-        assert (made.adds(), asked) == ([other.id], [covered.id])
+        assert (made.adds(), made.needed) == ([other.id], [covered.id])
         await made.begin(other)
         made.front.placed(covered.id, [(64, 0), (128, 0)])
         assert made.adds() == [other.id], "it is not its turn"
@@ -393,10 +393,8 @@ async def test_rows_that_landed_meanwhile_are_told_to_the_next_engine(monkeypatc
 async def test_a_request_that_waits_for_places_goes_to_the_next_engine_when_it_has_them(
     monkeypatch: pytest.MonkeyPatch, placed: str
 ) -> None:
-    asked: list[int] = []
     async with line(monkeypatch) as made:
         request = made.submit(items=[item(NOWHERE)])
-        request.on_rows_needed = lambda: asked.append(request.id)
         await made.hear(RowsNeeded(request.id))
         await made.die()
         if placed == "before the next one serves":
@@ -409,7 +407,7 @@ async def test_a_request_that_waits_for_places_goes_to_the_next_engine_when_it_h
         (add,) = made.now.told(Add)
         assert [(each.offset, each.landed) for each in add.items] == [(128, 2)]
         assert made.now.told(RowsPlaced) == []
-        assert asked == [request.id]
+        assert made.needed == [request.id]
 
 
 async def test_the_next_engine_hears_of_no_session_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

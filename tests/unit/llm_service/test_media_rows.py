@@ -54,7 +54,7 @@ async def test_a_repeat_of_the_same_name_is_told_of_no_time_that_it_did_not_take
         await again.take(NO_SPANS, ())
         assert set(again.stages()) == {"hash"}
         for media in (first, again):
-            media._release()
+            media.released()
 
 
 async def test_what_was_spent_before_the_engine_asked_for_rows_is_not_forgotten() -> None:
@@ -69,7 +69,7 @@ async def test_what_was_spent_before_the_engine_asked_for_rows_is_not_forgotten(
         assert media.stages()["hash"] == hashed
         assert hashed.seconds > 0
         assert b.receiver.counters.covered == 0
-        media._release()
+        media.released()
 
 
 async def test_rows_on_their_way_go_on_where_the_engine_asks_for_those_of_another_item() -> None:
@@ -95,7 +95,7 @@ async def test_rows_on_their_way_go_on_where_the_engine_asks_for_those_of_anothe
         assert media._entries[1] is before
         assert before.error is None
         assert [call.data for call in encoder.calls].count(b"on its way") == 1
-        media._release()
+        media.released()
         assert b.cache.used_bytes, "both stay as cache"
 
 
@@ -116,7 +116,7 @@ async def test_landing_is_all_the_time_in_which_rows_were_received_streams_that_
         ends = [(span.start_time, span.end_time) for span in spans.get_finished_spans() if span.name == "landing"]
         traced = sum(end - start for start, end in ends if start is not None and end is not None) / 1e9
         assert media.stages()["landing"].seconds >= 0.9 * traced, "two clocks may differ a little"
-        media._release()
+        media.released()
 
 
 async def test_landing_ends_with_the_last_row_however_long_the_encoder_talks_on() -> None:
