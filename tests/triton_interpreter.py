@@ -67,18 +67,24 @@ def quicken() -> None:
 
 def round_products() -> None:
     """Has products of float32 be those of tensor cores, which see ten bits of a number's fraction ("tf32"), or of what
-    is left as well ("tf32x3")."""
+    is left as well ("tf32x3"); has bfloat16 multiplied, and rounded to the nearest."""
     import numpy as np
     from triton._C.libtriton import ir
     from triton.runtime import interpreter
 
-    builder, precisions = interpreter.InterpreterBuilder, ir.INPUT_PRECISION
-    plain = builder.create_dot
+    tl, precisions = interpreter.tl, ir.INPUT_PRECISION
+    plain, convert = interpreter.InterpreterBuilder.create_dot, interpreter._convert_float
 
     def seen(numbers: Any) -> Any:
         return (np.ascontiguousarray(numbers).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
+    def widened(factor: Any) -> Any:
+        if factor.dtype.scalar != tl.bfloat16:
+            return factor
+        return interpreter.TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
     def product(self: Any, a: Any, b: Any, d: Any, precision: Any, inexact: Any) -> Any:
+        a, b = widened(a), widened(b)
         if a.data.dtype != np.float32 or precision == precisions.IEEE:
             return plain(self, a, b, d, precision, inexact)
         left, right = seen(a.data), seen(b.data)
@@ -87,7 +93,14 @@ def round_products() -> None:
             made += np.matmul(left, seen(b.data - right)) + np.matmul(seen(a.data - left), right)
         return interpreter.TensorHandle(made + d.data, d.dtype.scalar)
 
-    builder.create_dot = product
+    def converted(numbers: Any, source: Any, to: Any, mode: Any) -> Any:
+        if (source, to) != (tl.float32, tl.bfloat16):
+            return convert(numbers, source, to, mode)
+        bits = np.ascontiguousarray(numbers).view(np.uint32)
+        nearest = (bits + (0x7FFF + (bits >> 16 & 1)).astype(np.uint32)) >> 16
+        return np.where(np.isnan(numbers), bits >> 16 | 0x40, nearest).astype(np.uint16)
+
+    interpreter.InterpreterBuilder.create_dot, interpreter._convert_float = product, converted
 
 
 def _patch_once(interpreter: Any) -> None:

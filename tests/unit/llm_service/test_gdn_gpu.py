@@ -1,5 +1,4 @@
-"""The gated delta net by Triton's kernels in their interpreter, whose products know no bfloat16, and by what stands in
-for flash-linear-attention."""
+"""The gated delta net by Triton's kernels in their interpreter, and by what stands in for flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -30,6 +29,7 @@ COUNTS = ((1, 1), (1, 130, 65, 2))
     [
         *((SHAPES[0], torch.float16, counts) for counts in COUNTS),
         *((SHAPES[1], torch.float32, counts) for counts in COUNTS),
+        (SHAPES[0], torch.bfloat16, COUNTS[1]),
         pytest.param(GdnShape(2, 4, 128, 128), torch.float32, gdn_cases.COUNTS[2], marks=pytest.mark.soak),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention by Triton's kernels in their interpreter, whose products know no bfloat16."""
+"""Kimi Delta Attention by Triton's kernels in their interpreter."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ SHAPES = (KdaShape(2, 16), KdaShape(3, 24, width=3))
     [
         (SHAPES[0], -5.0, torch.float32, (1, 130, 65, 2)),
         (SHAPES[0], -5.0, torch.float32, (1, 1, 1)),
+        pytest.param(SHAPES[0], -5.0, torch.bfloat16, (1, 130, 65, 2), marks=pytest.mark.soak),
         pytest.param(SHAPES[1], None, torch.float16, (1, 130, 65, 2), marks=pytest.mark.soak),
         (SHAPES[1], None, torch.float16, (1, 1, 1)),
     ],

@@ -1,4 +1,4 @@
-"""Mamba-2 by Triton's kernels in their interpreter, whose products know no bfloat16."""
+"""Mamba-2 by Triton's kernels in their interpreter."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ COUNTS = ((1, 1), (1, 70, 65, 2))
     [
         *((SHAPES[0], torch.float16, counts) for counts in COUNTS),
         *((SHAPES[1], torch.float32, counts) for counts in COUNTS),
+        (SHAPES[0], torch.bfloat16, COUNTS[1]),
         (mamba2_cases.SHAPES[1], torch.float16, mamba2_cases.COUNTS[2]),
     ],
     ids=str,

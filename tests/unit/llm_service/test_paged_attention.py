@@ -144,12 +144,12 @@ def test_tokens_of_all_spans_of_a_chunk_see_each_other_and_those_between_see_non
     case.check(choose(name, shape, torch.float32, CPU), [(2, 67)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [AttentionKind(), CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_half_precision(name: str, kind: AttentionKind) -> None:
-    """The interpreter has no products in bfloat16: those are tried on a GPU."""
+def test_half_precision(name: str, kind: AttentionKind, dtype: torch.dtype) -> None:
     shape = replace(shape_of(), kind=kind)
-    Case.random(shape, (1, 1, 70), torch.float16, 3).check(choose(name, shape, torch.float16, CPU))
+    Case.random(shape, (1, 1, 70), dtype, 3).check(choose(name, shape, dtype, CPU))
 
 
 @pytest.mark.parametrize("counts", [(1, 1, 1), (40,), (1, 20)])

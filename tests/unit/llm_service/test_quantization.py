@@ -59,7 +59,7 @@ def test_in_panels_a_row_is_the_same_to_the_bit_whatever_rows_are_beside_it() ->
 def test_the_kernel_for_gpus_gives_the_same(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """In Triton's interpreter, which has no products in bfloat16."""
+    """In Triton's interpreter, which makes no bfloat16 of integers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rounded, x = QuantizedWeight.rounded(drawn(outputs, inputs)), drawn(rows, inputs, seed=1)
     weight = GpuWeight.of([rounded.to(torch.device(device))])
