@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.tool_parsers.literals import NoLiteral, gemma_call
-from gateway.tool_parsers.mark_search import Quotes
 from gateway.tool_parsers.tool_parser import Call, Functions, Marked, OrJson, Reader, as_said
 
 BEGIN: Final = "<|tool_call>"
 _END: Final = "<tool_call|>"
-_TEXTS: Final = Quotes({'<|"|>': '<|"|>'})
+_TEXTS: Final = {'<|"|>': '<|"|>'}
 
 
 def gemma_reader(functions: Functions) -> Reader:

@@ -37,6 +37,11 @@ class JsonEnd:
         self._in_text = self._in_word = False
         self._found = NOT_YET
 
+    @property
+    def looked_at(self) -> int:
+        """Characters up to here may be JSON."""
+        return self._at
+
     def find(self, text: str, begin: int = 0) -> int:
         """The place behind it, NOT_YET, or NO_JSON. It begins at this place; each text begins with the one before."""
         at = max(self._at, begin)
@@ -54,11 +59,11 @@ class JsonEnd:
             at = _end(_BLANK, text, at)
             if at == len(text):
                 break
-            may_be = self._takes(text[at])
-            at += 1
-            if not may_be:
+            if not self._takes(text[at]):
                 self._found = NO_JSON
-            elif not self._open:
+                break
+            at += 1
+            if not self._open:
                 self._found = at
         self._at = at
         return self._found

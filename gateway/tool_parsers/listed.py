@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from gateway.tool_parsers.arguments import parsed_call, written
-from gateway.tool_parsers.mark_search import JSON_TEXTS, ValueEnd
+from gateway.tool_parsers.json_end import NO_JSON, NOT_YET, JsonEnd
 from gateway.tool_parsers.tool_parser import SPACE, Call, Functions, Reader, Stretch, all_named
 
 GRANITE_BEGIN: Final = "<|tool_call|>"
@@ -17,34 +17,35 @@ APERTUS: Final = ("<|tools_prefix|>", "<|tools_suffix|>")
 
 
 class ListReader:
-    """Reads one list, or what would be alone in it, and the `end` mark behind it, if there is one: JSON ends by
-    itself."""
+    """Reads one list, or what would be alone in it, and the `end` mark behind it, if there is one: JSON ends by itself,
+    or where it turns out to be none."""
 
     def __init__(self, end: str, calls: Callable[[Any], list[Call] | None]) -> None:
         self._end, self._calls = end, calls
-        self._value: ValueEnd | None = None
-        self._begin_of_value, self._end_of_value = 0, -1
+        self._json: JsonEnd | None = None
+        self._begin, self._size = 0, NOT_YET
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
         """See `Reader`."""
-        if self._value is None:
+        if self._json is None:
             begun = text[: SPACE + 1]
             said = begun.lstrip()
             if not said and len(text) <= SPACE and not last:
                 return None
             if said[:1] not in ("[", "{"):
                 return Stretch(0, [])
-            self._begin_of_value = len(begun) - len(said)
-            self._value = ValueEnd(JSON_TEXTS, self._begin_of_value)
-        if self._end_of_value < 0:
-            self._end_of_value = self._value.find(text)
-        if (size := self._end_of_value) < 0:
+            self._begin, self._json = len(begun) - len(said), JsonEnd()
+        if self._size == NOT_YET:
+            self._size = self._json.find(text, self._begin)
+        if (size := self._size) == NOT_YET:
             return Stretch(len(text), []) if last else None
+        if size == NO_JSON:
+            return Stretch(self._json.looked_at, [])
         behind = text[size : size + SPACE + len(self._end)]
         rest = behind.lstrip()
         if self._end and not last and len(behind) - len(rest) <= SPACE and _begins(self._end, rest):
             return None
-        value = parsed_call(text[self._begin_of_value : size])
+        value = parsed_call(text[self._begin : size])
         ended = len(behind) - len(rest) + len(self._end) if self._end and rest.startswith(self._end) else 0
         return Stretch(size + ended, self._calls(value if isinstance(value, list) else [value]) or [])
 

@@ -6,7 +6,6 @@ import re
 from typing import Any, Final, TypeAlias
 
 from gateway.tool_parsers.arguments import Schema, written
-from gateway.tool_parsers.mark_search import Quotes
 from gateway.tool_parsers.tool_parser import Call, Functions, Marked, Reader
 
 _MARK: Final = "]<]minimax[>["
@@ -19,7 +18,7 @@ _DEEPEST: Final = 64
 
 def minimax_reader(functions: Functions) -> Reader:
     """Reads `<invoke name="name"><key>value</key>…</invoke>`, from the name on."""
-    return Marked(f"{_MARK}</invoke>", Quotes(), lambda body: _call(body, functions), ends_open=False)
+    return Marked(f"{_MARK}</invoke>", {}, lambda body: _call(body, functions), ends_open=False)
 
 
 def _call(body: str, functions: Functions) -> list[Call] | None:

@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 from gateway.tool_parsers.arguments import parsed_call
-from gateway.tool_parsers.mark_search import JSON_TEXTS, ValueEnd
+from gateway.tool_parsers.json_end import NO_JSON, NOT_YET, JsonEnd
 from gateway.tool_parsers.tool_parser import LIST_HEAD, Stretch, all_named
 
 BEGIN: Final = "[TOOL_CALLS]"
@@ -21,20 +21,23 @@ _LONGEST_MARK: Final = len("[CALL_ID]")
 
 
 class MistralReader:
-    """Reads a list of calls, or one that is a name and its arguments, from `[TOOL_CALLS]` on: JSON ends by itself."""
+    """Reads a list of calls, or one that is a name and its arguments, from `[TOOL_CALLS]` on: JSON ends by itself, or
+    where it turns out to be none."""
 
     def __init__(self) -> None:
-        self._value: ValueEnd | None = None
+        self._json: JsonEnd | None = None
         self._name: str | None = None
         self._begin = 0
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
         """See `Reader`."""
-        if self._value is None and (stretch := self._head(text, last=last)) is not None:
+        if self._json is None and (stretch := self._head(text, last=last)) is not None:
             return stretch
-        end = -1 if self._value is None else self._value.find(text)
-        if end < 0:
+        end = NOT_YET if self._json is None else self._json.find(text, self._begin)
+        if end == NOT_YET:
             return Stretch(len(text), []) if last else None
+        if self._json is not None and end == NO_JSON:
+            return Stretch(self._json.looked_at, [])
         value = parsed_call(text[self._begin : end])
         if self._name is not None:
             value = [{"name": self._name, "arguments": value}]
@@ -46,7 +49,7 @@ class MistralReader:
         assert head is not None  # it may be of no signs
         name, rest = head["name"], text[head.end() : head.end() + _LONGEST_MARK + 1]
         if rest.startswith("{") if name and head["args"] else rest.startswith("[") and not name:
-            self._name, self._begin, self._value = name or None, head.end(), ValueEnd(JSON_TEXTS, head.end())
+            self._name, self._begin, self._json = name or None, head.end(), JsonEnd()
             return None
         may_go_on = not rest or (name and any(mark.startswith(rest) for mark in ("[CALL_ID]", "[ARGS]")))
         return None if may_go_on and not last else Stretch(0, [])

@@ -3,24 +3,25 @@ write JSON as well."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Final
 
 from gateway.tool_parsers.arguments import parsed
 from gateway.tool_parsers.literals import NoLiteral, python_calls
-from gateway.tool_parsers.mark_search import JSON_TEXTS, Quotes, ValueEnd
 from gateway.tool_parsers.tool_parser import Call, Functions, Marked, OrJson, Reader, Stretch, all_named, as_said
 
 LFM_MARKS: Final = ("<|tool_call_start|>", "<|tool_call_end|>")
 _BEGINNING = re.compile(r"\s{0,64}(?:\[\s{0,64}(?P<name>[\w.-]{0,128})(?P<call>\()?|\{\s{0,64}(?P<key>\"\w{0,8}\"?)?)?")
 _KEYS: Final = ('"name"', '"type"')
+_JSON: Final = json.JSONDecoder()
 _NEXT_OBJECT = re.compile(r"[\s;]*(?=\{)")
 
 
 def lfm_reader(functions: Functions) -> Reader:
     """Reads what stands between LFM's marks, which texts do not hold."""
     end = LFM_MARKS[1]
-    taught = Marked(end, Quotes(), lambda body: _calls(body.strip(), functions) or all_named(parsed(body)))
+    taught = Marked(end, {}, lambda body: _calls(body.strip(), functions) or all_named(parsed(body)))
     return OrJson(end, functions, taught)
 
 
@@ -52,12 +53,13 @@ class LlamaReader:
 def _json_objects(text: str) -> list[Call] | None:
     """Calls one behind the other, with a semicolon between two, or nothing."""
     values: list[Any] = []
-    ends = ValueEnd(JSON_TEXTS, 0)
     at = 0
     while begin := _NEXT_OBJECT.match(text, at):
-        if (at := ends.find(text)) < 0:
+        try:
+            value, at = _JSON.raw_decode(text, begin.end())
+        except (ValueError, RecursionError):
             return None
-        values.append(parsed(text[begin.end() : at]))
+        values.append(value)
     return None if text[at:].strip("; \n") else all_named(values)
 
 

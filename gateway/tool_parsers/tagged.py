@@ -7,7 +7,6 @@ import re
 from typing import Final
 
 from gateway.tool_parsers.arguments import arguments_of, written
-from gateway.tool_parsers.mark_search import Quotes
 from gateway.tool_parsers.tool_parser import Call, Functions, Marked, NoCalls, OrJson, Reader, Stretch
 
 MARKS: Final = ("<tool_call>", "</tool_call>")
@@ -35,7 +34,7 @@ class _GlmReader(Marked):
     """Reads up to the end mark what begins with a name; other words are no call, however they go on."""
 
     def __init__(self, functions: Functions) -> None:
-        quotes = Quotes({"<arg_value>": "</arg_value>"})
+        quotes = {"<arg_value>": "</arg_value>"}
         super().__init__(MARKS[1], quotes, lambda body: _glm_call(body, functions), ends_open=False)
 
     def read(self, text: str, *, last: bool) -> Stretch | None:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from gateway.tool_parsers.arguments import Schema, parsed_call, written
 from gateway.tool_parsers.json_end import NO_JSON, NOT_YET, JsonEnd
-from gateway.tool_parsers.mark_search import MarkSearch, Quotes
+from gateway.tool_parsers.mark_search import MarkSearch
 
 Functions: TypeAlias = Mapping[str, dict[str, Any]]
 """The schemas of functions' parameters, by name."""
@@ -63,15 +63,16 @@ class Marked:
     """Reads a call up to its end mark; where that never comes, the whole rest, unless a call is only whole with it."""
 
     def __init__(
-        self, end: str, quotes: Quotes, calls: Callable[[str], list[Call] | None], *, ends_open: bool = True
+        self, end: str, quotes: Mapping[str, str], calls: Callable[[str], list[Call] | None], *, ends_open: bool = True
     ) -> None:
         self._end, self._calls, self._ends_open = end, calls, ends_open
-        self._search = MarkSearch([end], quotes)
+        self._search = MarkSearch(end, quotes)
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
         """See `Reader`. At the last, a mark within a quotation that has no end is one."""
-        mark = next(self._search.found(text, last=last), None)
-        end = text.find(self._end) if mark is None and last else mark.start() if mark else -1
+        end = self._search.find(text)
+        if end < 0 and last:
+            end = text.find(self._end)
         if end < 0:
             if not last:
                 return None

@@ -170,6 +170,11 @@ LOOPS = {
     D: f'{CALLS[0]}{DEEPSEEK_BEGIN}now<｜tool▁sep｜>{{\\"a\\": 1}}<｜tool▁call▁end｜>{CALLS[1]}',
     ToolFormat.INTERNLM: f'{ACTION}{{\\"name\\": \\"now\\"}}<|action_end|>',
     ToolFormat.LFM: '<|tool_call_start|>{\\"name\\": \\"now\\"}<|tool_call_end|>',
+    ToolFormat.MISTRAL: '[TOOL_CALLS]now[ARGS]{\\"a\\": 1}',
+    ToolFormat.GRANITE: '<|tool_call|>[{\\"name\\": \\"now\\"}]',
+    ToolFormat.HUNYUAN: '<tool_calls>[{\\"name\\": \\"now\\"}]</tool_calls>',
+    ToolFormat.APERTUS: '<|tools_prefix|>[{\\"now\\": 1}]<|tools_suffix|>',
+    ToolFormat.PHI: 'functools[{\\"name\\": \\"now\\"}]',
 }
 GOOD = {
     J: '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
@@ -177,6 +182,11 @@ GOOD = {
     D: f"{CALLS[0]}{DEEPSEEK_BEGIN}now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>{CALLS[1]}",
     ToolFormat.INTERNLM: f'{ACTION}{{"name": "now", "arguments": {{}}}}<|action_end|>',
     ToolFormat.LFM: "<|tool_call_start|>[now()]<|tool_call_end|>",
+    ToolFormat.MISTRAL: "[TOOL_CALLS]now[ARGS]{}",
+    ToolFormat.GRANITE: '<|tool_call|>[{"name": "now", "arguments": {}}]',
+    ToolFormat.HUNYUAN: '<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>',
+    ToolFormat.APERTUS: '<|tools_prefix|>[{"now": {}}]<|tools_suffix|>',
+    ToolFormat.PHI: 'functools[{"name": "now", "arguments": {}}]',
 }
 
 
