@@ -186,7 +186,7 @@ def schema(**given: Any) -> dict[str, Any]:
             CHAT,
             {"messages": [said({"type": "file", "file": {}})]},
             "messages[0].content[0].type",
-            "only text, input_text, output_text, refusal, image_url, video_url, input_audio and audio_url",
+            "refusal, image_url, video_url, input_audio, audio_url, image, video and audio",
         ),
         (CHAT, {**HI, **schema(type="colour")}, "response_format", "cannot be compiled: Invalid type: colour"),
         (CHAT, {**HI, **schema(enum=[])}, "response_format", "cannot be compiled: Unsatisfiable schema"),
