@@ -14,7 +14,9 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     """Loads the model on every rank and makes the KV cache. Raises CheckpointError where that cannot be."""
     from llm_service.layers.group import ALONE  # torch takes a second to import
     from llm_service.worker.executor import GroupExecutor, LoneExecutor
-    from llm_service.worker.load import adapter_reader, load_rank, reachable
+    from llm_service.worker.load import load_rank
+    from llm_service.worker.load_adapters import adapter_reader
+    from llm_service.worker.rank_memory import reachable
     from llm_service.worker.ranks import device_of, lead, rank_place
 
     size = settings.tensor_parallel

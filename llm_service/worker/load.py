@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,20 +15,12 @@ from common.arena import SharedBuffer
 from common.checkpoint import Checkpoint, CheckpointError
 from common.core_share import CoreShare
 from common.cpu.compiling import Compilation, not_kept
-from common.device_memory import DeviceMemory, DeviceMemoryError, driver
 from common.devices import usable_cores
 from common.gpu import CudaCapture, use_gpu
-from common.hf.classes import config_of
-from common.hf.description import HfModel
 from common.hf.rows import longest_run
-from llm_service.families.registry import check_text
-from llm_service.layers.attention.int8_blocks import SCALE_BYTES
-from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
-from llm_service.model_config.adapter_folder import Adaptable, Adapter, read
 from llm_service.model_config.served import ServedModel, Weights
-from llm_service.model_config.stated_quantization import cache_type_of, suggests_fp8_cache
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.loader import load_hf_decoder
@@ -39,26 +29,30 @@ from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.quantization_config import quantization_of
 from llm_service.plan import StepPlan
 from llm_service.settings import DRAFT_HEADS, CacheDtype, EngineSettings
-from llm_service.worker.adapters import RankAdapters, adaptable_of
+from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.graphs import CaptureBounds
-from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
+from llm_service.worker.hf_adapters import HfAdapters
 from llm_service.worker.host_cache import HostCache
+from llm_service.worker.load_adapters import rank_adapters
 from llm_service.worker.memory import (
     Gauge,
-    block_count,
     cache_budget,
-    host_block_count,
     largest_step,
     prompt,
-    slot_count,
-    snapshot_count,
 )
-from llm_service.worker.mirror import Mirror
 from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.rank_memory import (
+    CacheRoom,
+    cache_room,
+    host_memory,
+    row_mirror,
+    with_cache_dtype,
+    with_symmetric_memory,
+)
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.wait_trial import unmeant_waits
 from llm_service.worker.weights import describe
@@ -112,24 +106,24 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_arena_bytes)
     if settings.symmetric_memory:
-        group = _with_symmetric_memory(group, dtype, device)
+        group = with_symmetric_memory(group, dtype, device)
     if settings.expert_parallel:
         group = group.with_whole_experts()
     hf, text = settings.hf, None
     if hf is not None:
         text = known_text(checkpoint, hf, group, settings.max_context)
     decoder = _decoder(settings, checkpoint, dtype, device, group, text)
-    settings = _with_room(settings, checkpoint, decoder)
-    settings = _with_cache(settings, checkpoint, decoder)
+    settings = _with_larger_steps(settings, checkpoint, decoder)
+    settings = with_cache_dtype(settings, checkpoint, decoder)
     give_back()
-    adapters = _adapters(settings, decoder)
+    adapters = rank_adapters(settings, decoder)
     all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
     weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))
     served = ServedModel.of(checkpoint, settings.hf)
     width = served.hidden_size
     drafting = _drafting(settings, served, decoder, text, dtype) if group.rank == 0 else None
-    mirror = _mirror(settings, device, width, dtype) if settings.row_mirror else None
+    mirror = row_mirror(settings, device, width, dtype) if settings.row_mirror else None
     arena = RowArena(memory.view, settings.row_levels, width, dtype, mirror)
     if device.type == "cuda":
         arena.pin()
@@ -139,7 +133,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     changeover, graphs = _run_largest_step(loaded, adapters)
     context = served.max_context(settings.max_context)
     free = gauge.free() - graphs * settings.graph_bytes
-    room = _room(loaded, cache_budget(settings, free, gpu=device.type == "cuda"), context)
+    budget = cache_budget(settings, free, gpu=device.type == "cuda")
+    room = cache_room(settings, decoder, drafting, group, budget, context)
     runner = loaded.runner(room, adapters, _core_share(loaded, use))
     if graphs:
         _capture(runner, settings, context, loaded)
@@ -167,19 +162,6 @@ def _uses_our_kernels(settings: EngineSettings, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """How much a rank keeps of sequences: KV blocks, slots for states and for snapshots of them, blocks on the host,
-    each of so many bytes as no rank has more of; and bytes that a block takes."""
-
-    blocks: int
-    slots: int
-    snapshots: int = 0
-    host_blocks: int = 0
-    place_bytes: int = 0
-    block_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class _LoadedModel:
     """What a rank computes with, once its partition of the weights is there."""
 
@@ -196,7 +178,7 @@ class _LoadedModel:
 
     def runner(
         self,
-        room: _Room,
+        room: CacheRoom,
         adapters: RankAdapters | HfAdapters | None = None,
         core_share: CoreShare | None = None,
     ) -> ModelRunner:
@@ -227,12 +209,12 @@ class _LoadedModel:
             core_share=core_share,
         )
 
-    def _host_cache(self, room: _Room, caches: Caches, proposer: DraftModel | None) -> HostCache:
+    def _host_cache(self, room: CacheRoom, caches: Caches, proposer: DraftModel | None) -> HostCache:
         """Of the model's blocks and of those of what proposes drafts."""
         tensors = [*caches.block_tensors, *(() if proposer is None else proposer.caches.block_tensors)]
         if not self.settings.kv_host_fd:
             return HostCache(tensors, room.host_blocks)
-        memory = _host_memory(self.settings, self.group.rank)
+        memory = host_memory(self.settings, self.group.rank)
         return HostCache(tensors, room.host_blocks, memory=memory, place_bytes=room.place_bytes)
 
 
@@ -247,13 +229,6 @@ def _core_share(loaded: _LoadedModel, use: Callable[[int], None]) -> CoreShare |
     return cores
 
 
-def _host_memory(settings: EngineSettings, rank: int) -> memoryview:
-    """A rank's part of the memory for blocks that the front has as well; all ranks are on its host."""
-    size = settings.kv_host_bytes
-    whole = SharedBuffer.attach(settings.kv_host_fd, settings.tensor_parallel * size)
-    return whole.view[rank * size : (rank + 1) * size]
-
-
 def _run_largest_step(
     loaded: _LoadedModel, adapters: RankAdapters | HfAdapters | None
 ) -> tuple[Changeover | None, bool]:
@@ -262,33 +237,17 @@ def _run_largest_step(
     settings, device = loaded.settings, loaded.device
     # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
     given = settings.kv_cache_bytes and device.type == "cpu"
-    plan, blocks = _more_than_few(settings) if given else largest_step(settings, loaded.arena.row_bytes)
-    first, changeover = loaded.runner(_Room(blocks, len(plan.chunks))), None
+    plan, blocks = _short_prompt_plan(settings) if given else largest_step(settings, loaded.arena.row_bytes)
+    first, changeover = loaded.runner(CacheRoom(blocks, len(plan.chunks))), None
     if _uses_our_kernels(settings, device):
         names = sorted({*first.kernels(), *(adapters.kernels() if adapters is not None else ())})
-        changeover = _begin(names, loaded.group, wait=settings.kernels == "wait")
+        changeover = _choose_kernels(names, loaded.group, wait=settings.kernels == "wait")
     first.warm_up()
     if settings.compile and isinstance(loaded.decoder, Decoder):
         _compile(loaded.decoder, loaded.group, device)
     first.run(prompt(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
     first.run(plan)
     return changeover, device.type == "cuda" and settings.graphs != "off" and _capturable(first)
-
-
-def _room(loaded: _LoadedModel, budget: int, context: int) -> _Room:
-    """What every rank can keep in its own `budget` of bytes. Raises CheckpointError where that is too little."""
-    settings, decoder, group = loaded.settings, loaded.decoder, loaded.group
-    specs = [mixer.cache_spec() for mixer in decoder.mixers()]
-    one_slot = slot_bytes(specs)
-    one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, settings.kv_cache_dtype)
-    one_block += loaded.drafting.block_bytes(settings.block_size) if loaded.drafting is not None else 0
-    slots = slot_count(settings, one_slot, budget, group)
-    budget -= slots * one_slot
-    snapshots = snapshot_count(settings, one_slot, budget, group)
-    blocks = block_count(settings, one_block, budget - snapshots * one_slot, context, group)
-    host_blocks = host_block_count(settings, one_block, one_slot, group)
-    largest = -group.all_reduce_min(-one_block) if host_blocks else 0  # the first rank may have drafts' besides
-    return _Room(blocks, slots, snapshots, host_blocks, largest, one_block)
 
 
 def _capture(runner: ModelRunner, settings: EngineSettings, context: int, loaded: _LoadedModel) -> None:
@@ -305,53 +264,6 @@ def _capture(runner: ModelRunner, settings: EngineSettings, context: int, loaded
     runner.capture(bounds, capture, max_bytes=settings.graph_bytes, agree=loaded.group.all_reduce_min)
     if runner.proposer is not None:
         runner.proposer.capture(bounds, capture, max_bytes=settings.graph_bytes)
-
-
-def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
-    """What reads an adapter's folder for this model, from any thread; None where no adapter is served."""
-    if not settings.max_loras:
-        return None
-    hf, checkpoint = settings.hf, Checkpoint.resolve(settings.model)
-    own = hf is not None and hf.adapters
-    if hf is not None and own:
-        adaptable = _own_adaptable(settings, hf, checkpoint)
-    else:
-        config = checkpoint.config if hf is None else hf.text
-        adaptable = adaptable_of(config, settings.max_lora_rank, settings.base_names, settings.max_context)
-    if not own:
-        return partial(read, settings.lora_dir, adaptable=adaptable)
-
-    def read_own(path: str) -> Adapter:
-        """Beside the weights, wherever their links lead: the operator has named the checkpoint."""
-        return read("/", str((checkpoint.folder / path).resolve()).removeprefix("/"), adaptable)
-
-    return read_own
-
-
-def _own_adaptable(settings: EngineSettings, hf: HfModel, checkpoint: Checkpoint) -> Adaptable:
-    """What a checkpoint's own adapters may change: by our names where our decoder knows its text, else by
-    transformers'."""
-    try:
-        check_text(str(hf.text.get("model_type")))
-        return adaptable_of(hf.text, settings.max_lora_rank, max_context=settings.max_context)
-    except CheckpointError:
-        return hf_adaptable(config_of(checkpoint.folder), settings.max_lora_rank)
-
-
-def _adapters(settings: EngineSettings, decoder: Decoder | HfDecoder) -> RankAdapters | HfAdapters | None:
-    """Slots for adapters, where some are served. Raises CheckpointError where transformers computes the text, but for
-    the checkpoint's own."""
-    if not settings.max_loras:
-        return None
-    if isinstance(decoder, Decoder):
-        adapters = RankAdapters(decoder, settings.max_loras, settings.max_lora_rank)
-        adapters.warm_up()
-        return adapters
-    if settings.hf is None or not settings.hf.adapters:
-        raise CheckpointError("--lora-dir is not for a model that transformers computes")
-    if decoder.group.size > 1:
-        raise CheckpointError(f"the checkpoint's own adapter cannot be split over {decoder.group.size} ranks")
-    return HfAdapters(decoder, settings.max_loras)
 
 
 def _decoder(
@@ -375,7 +287,9 @@ def _decoder(
     return load_hf_decoder(checkpoint, settings.hf, dtype, device, group, **own)
 
 
-def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder) -> EngineSettings:
+def _with_larger_steps(
+    settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder
+) -> EngineSettings:
     """With steps that have room for the rows of any one picture, where these are computed at once, and for a usual
     prompt with it, where that is; beside a token of everybody else who may run. As they are where they were asked
     for."""
@@ -388,35 +302,6 @@ def _with_room(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decode
         _log.info("steps are larger, since an item is computed at once", tokens=wanted, at_once=most)
         settings = msgspec.structs.replace(settings, max_step_tokens=wanted)
     return settings
-
-
-def _with_cache(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder) -> EngineSettings:
-    """With keys and values as they are asked for; as they are computed where a checkpoint suggests what cannot be.
-    Raises CheckpointError where what is asked for cannot be."""
-    try:
-        if settings.kv_cache_dtype is not CacheDtype.AUTO:
-            check_small_cache(decoder, settings.kv_cache_dtype)
-    except CheckpointError:
-        if not settings.kv_cache_suggested:
-            raise
-        settings = msgspec.structs.replace(settings, kv_cache_dtype=CacheDtype.AUTO)
-    told = cache_type_of(checkpoint.config)
-    if told and (settings.kv_cache_dtype is not CacheDtype.FP8 or not suggests_fp8_cache(checkpoint.config)):
-        _log.info("the KV cache is not what the checkpoint suggests", suggested=told, kept=settings.kv_cache_dtype)
-    return settings
-
-
-def check_small_cache(decoder: Decoder | HfDecoder, kept: CacheDtype) -> None:
-    """Raises CheckpointError where keys and values of this model cannot be kept in 8 bits."""
-    if isinstance(decoder, HfDecoder):
-        raise CheckpointError(f"--kv-cache-dtype {kept} is not for a text that transformers computes")
-    for spec in (mixer.cache_spec() for mixer in decoder.mixers()):
-        if isinstance(spec, IndexedKV):
-            raise CheckpointError(f"--kv-cache-dtype {kept} is not for layers that choose tokens by an index")
-        if isinstance(spec, PagedKV) and spec.values_in_keys:
-            raise CheckpointError(f"--kv-cache-dtype {kept} is not for latent attention, whose cache is small")
-        if kept is CacheDtype.INT8 and isinstance(spec, PagedKV) and spec.head_dim % SCALE_BYTES:
-            raise CheckpointError(f"--kv-cache-dtype int8 is for heads of a multiple of {SCALE_BYTES} numbers")
 
 
 def _drafting(
@@ -443,7 +328,7 @@ def _drafting(
     return made
 
 
-def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:
+def _choose_kernels(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:
     """Has our kernels compute, on all ranks, if these have them all; else torch, and a process compile them. With
     `wait`, and where there is no folder that a process could keep them in, they are compiled here and now."""
     from common.cpu.jit import compile_all, find
@@ -461,58 +346,13 @@ def _begin(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | 
     return Changeover(Compilation(missing) if missing else There())
 
 
-def _more_than_few(settings: EngineSettings) -> tuple[StepPlan, int]:
+def _short_prompt_plan(settings: EngineSettings) -> tuple[StepPlan, int]:
     """A prompt that the kernels for many rows compute, where there are such."""
     if settings.kernels == "torch":
         return prompt(2, settings.block_size)
     from llm_service.layers.cpu.row_kernels import FEW
 
     return prompt(FEW + 1, settings.block_size)
-
-
-def reachable(settings: EngineSettings, devices: Sequence[torch.device]) -> list[str]:
-    """UUIDs of the devices whose memory every rank can read; none where ranks keep no mirror."""
-    return _memory(devices[0]).reachable(devices) if settings.row_mirror else []
-
-
-def _with_symmetric_memory(group: TensorGroup, dtype: torch.dtype, device: torch.device) -> TensorGroup:
-    """The group with sums by symmetric memory, which have summed as NCCL does on every rank. Raises CheckpointError."""
-    from llm_service.layers.gpu.symmetric_sum import SymmetricSum
-
-    assert group.process_group is not None, "there are several ranks"
-    why, sums = "", None
-    try:
-        sums = SymmetricSum(group.process_group, device, dtype)
-    except (ValueError, RuntimeError) as error:
-        why = str(error).partition("\n")[0]
-    if not group.all_reduce_min(int(sums is not None)):
-        raise CheckpointError(f"--symmetric-memory: {why or 'another rank has none'}")
-    assert sums is not None, "this rank is one of all"
-    if not group.all_reduce_min(int(sums.trial(group.sum, group.rank))):
-        raise CheckpointError("--symmetric-memory: sums differ from those of NCCL on these GPUs")
-    return group.with_sums(sums)
-
-
-def _mirror(settings: EngineSettings, device: torch.device, width: int, dtype: torch.dtype) -> Mirror:
-    row_bytes = settings.row_levels * width * dtype.itemsize
-    try:
-        return Mirror(_memory(device), device, settings.row_arena_bytes, row_bytes, dtype, _beside_steps(device))
-    except DeviceMemoryError as error:
-        raise CheckpointError(f"--row-mirror: {error}") from error
-
-
-def _beside_steps(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """A block whose work runs on a stream of its own: its end can be waited for while steps are in flight. That is
-    waited for by the thread that launches steps, so it goes first where both are ready."""
-    return partial(torch.cuda.stream, torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else nullcontext
-
-
-def _memory(device: torch.device) -> DeviceMemory:
-    """Raises CheckpointError where this device's memory cannot be shared."""
-    try:
-        return driver(device)
-    except DeviceMemoryError as error:
-        raise CheckpointError(f"--row-mirror: {error}") from error
 
 
 def _compile(decoder: Decoder, group: TensorGroup, device: torch.device) -> None:

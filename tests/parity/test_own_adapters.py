@@ -17,7 +17,7 @@ from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.server import _adapter_settings
 from llm_service.settings import EngineSettings
-from llm_service.worker.load import adapter_reader
+from llm_service.worker.load_adapters import adapter_reader
 from tests.parity.hf_side import GREEDY, Served, compare
 from tools.models.compare import OURS
 from tools.models.prompts import SOUND, Part, tones

@@ -176,12 +176,12 @@ def test_ranks_begin_alike_and_one_that_has_all_kernels_waits_for_the_others(mon
     monkeypatch.setattr(load, "not_kept", lambda _: [])
     others = [0]
     monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda _, number: min(number, *others))
-    begun = load._begin(["a"], ALONE, wait=False)
+    begun = load._choose_kernels(["a"], ALONE, wait=False)
     assert not selection.is_numba()
     assert begun is not None
     assert begun.due
     others[0] = 1
-    assert load._begin(["a"], ALONE, wait=False) is None
+    assert load._choose_kernels(["a"], ALONE, wait=False) is None
     assert selection.is_numba()
 
 
@@ -195,11 +195,11 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_before_it_serves(monkeyp
 
     kernel = SimpleNamespace(folder=None, compile_unless_another_does=compile_it)
     monkeypatch.setattr("common.cpu.jit.find", lambda _: kernel)
-    assert load._begin(["a"], ALONE, wait=False) is None
+    assert load._choose_kernels(["a"], ALONE, wait=False) is None
     assert compiled == ["it"]
     assert selection.is_numba()
     kernel.folder = Path("/kept/here")
-    assert load._begin(["a"], ALONE, wait=True) is None, "it may be told to wait"
+    assert load._choose_kernels(["a"], ALONE, wait=True) is None, "it may be told to wait"
 
 
 def test_kernels_that_are_there_wait_for_nothing() -> None:

@@ -18,7 +18,7 @@ from common.checkpoint import CheckpointError
 from llm_service.layers.gpu import symmetric_sum
 from llm_service.layers.gpu.symmetric_sum import SymmetricSum
 from llm_service.layers.group import TensorGroup
-from llm_service.worker.load import _with_symmetric_memory
+from llm_service.worker.rank_memory import with_symmetric_memory
 
 CPU = torch.device("cpu")
 CAPACITY, ONE_SHOT = 1 << 15, 1 << 13
@@ -167,7 +167,7 @@ def test_other_types_and_places_are_left_to_the_group(meeting: Meeting, kernels:
 
 
 def test_a_group_that_sums_as_before_goes_on_with_it(meeting: Meeting, kernels: list[str]) -> None:
-    groups = meeting.each(lambda group: _with_symmetric_memory(group, torch.float32, CPU))
+    groups = meeting.each(lambda group: with_symmetric_memory(group, torch.float32, CPU))
     assert all(isinstance(group.sums, SymmetricSum) for group in groups)
     assert kernels == ["one shot", "one shot", "two shot"]
 
@@ -175,7 +175,7 @@ def test_a_group_that_sums_as_before_goes_on_with_it(meeting: Meeting, kernels: 
 def refusals(meeting: Meeting, dtype: torch.dtype = torch.float32) -> list[str]:
     def refused(group: TensorGroup) -> str:
         with pytest.raises(CheckpointError) as raised:
-            _with_symmetric_memory(group, dtype, CPU)
+            with_symmetric_memory(group, dtype, CPU)
         return str(raised.value)
 
     return meeting.each(refused)

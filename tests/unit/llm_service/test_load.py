@@ -26,7 +26,7 @@ from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan, StepResult
 from llm_service.settings import CacheDtype, EngineSettings
-from llm_service.worker import load
+from llm_service.worker import load, load_adapters, rank_memory
 from llm_service.worker.memory import Gauge, prompt
 from llm_service.worker.messages import AddAdapter
 from llm_service.worker.model_runner import ModelRunner
@@ -89,7 +89,7 @@ def test_a_model_without_a_family_whose_text_our_decoder_computes_has_what_a_fam
     memory = SharedBuffer.create("test-rows", 1 << 20)
     rank = load.load_rank(settings, torch.device("cpu"), ALONE, memory.fd)
     assert rank.weights.bits == 8
-    reader = load.adapter_reader(settings)
+    reader = load_adapters.adapter_reader(settings)
     assert reader is not None
     rank.runner.adapt(AddAdapter(1, reader("one")))
 
@@ -194,13 +194,13 @@ def test_the_host_keeps_blocks_where_it_is_told_to(checkpoints: Callable[..., Pa
 def test_caches_that_cannot_be_in_8_bits_are_refused(specs: list[CacheSpec], named: str) -> None:
     mixers = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
     with pytest.raises(CheckpointError, match=named):
-        load.check_small_cache(SimpleNamespace(mixers=lambda: mixers), CacheDtype.INT8)  # type: ignore[arg-type]
+        rank_memory.check_small_cache(SimpleNamespace(mixers=lambda: mixers), CacheDtype.INT8)  # type: ignore[arg-type]
 
 
 def test_latent_attention_keeps_no_e4m3() -> None:
     mixers = [SimpleNamespace(cache_spec=lambda: PagedKV(4, 1, 40, values_in_keys=32))]
     with pytest.raises(CheckpointError, match="--kv-cache-dtype fp8 is not for latent attention"):
-        load.check_small_cache(SimpleNamespace(mixers=lambda: mixers), "fp8")  # type: ignore[arg-type]
+        rank_memory.check_small_cache(SimpleNamespace(mixers=lambda: mixers), "fp8")  # type: ignore[arg-type]
 
 
 def test_a_rank_divides_the_cores_while_it_computes_and_looks_before_each_layer(
