@@ -55,7 +55,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallLeftOpen:
-    """The last call was begun and is none: what it is in words comes next."""
+    """The last call was begun and is none, what it is in words comes next; or it had to be made and is cut off."""
 
 
 Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta | CallLeftOpen
@@ -373,14 +373,16 @@ class OutputParser:
         if not last and not self._streams:
             return False
         self._told.append(self._held)
-        is_call = not last or self._cut or isinstance(parsed("".join(self._told)), dict)
+        is_whole = last and isinstance(parsed("".join(self._told)), dict)
+        is_call = not last or self._cut or is_whole
         if self._held and not self.calls and is_call:
             self.calls = 1
             out.append(CallStart(next(iter(self._functions))))
         if self._held and self.calls:
             out.append(ArgumentsDelta(self._held))
-        if not is_call:
+        if last and self._streams and not is_whole:
             out += [CallLeftOpen()] * self.calls
+        if not is_call:
             _add(out, TextDelta("".join(self._told)))
             self.calls = 0
         self._held = ""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.api import chat
 from gateway.chat_answers import taken_apart
-from gateway.output_parser import OutputParser
+from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser
 from gateway.tool_parsers.json_end import NO_JSON, JsonEnd, broken_end
 from gateway.tool_parsers.tool_format import ToolFormat
 from tests.unit.gateway.test_begun_calls import OBJECTS
@@ -94,3 +94,19 @@ def test_arguments_of_a_response_end_so_and_those_of_a_message_stay_open(argumen
     told, ended = message(said(arguments), ToolFormat.JSON, 3, streams=True)
     assert told == ended
     assert told[1] == ("tool_use", "weather", arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [('{"city": "Ro', '"]'), ('{"near": ["C:\\', '\\"}'), ('{"days": 1', "]"), ('{"city": "Rome"}', "")],
+)
+def test_a_call_that_had_to_be_made_and_is_cut_off_is_one_that_ends_so(arguments: str, end: str) -> None:
+    parser = OutputParser(ToolFormat.ARGUMENTS, {"weather": {}}, streams=True)
+    choice = chat._Choice(shows_reasoning=True)
+    choice.add([*parser.feed(arguments), *parser.end(cut=True)])
+    told = [call["function"]["arguments"] for call in choice.last_delta().get("tool_calls", [])]
+    assert (parser.calls, choice.words, told) == (1, [], [end] if end else [])
+    assert choice.calls[0]["function"]["arguments"] == arguments
+    parser = OutputParser(ToolFormat.ARGUMENTS, {"weather": {}})
+    parser.feed(arguments)
+    assert parser.end(cut=True) == [CallStart("weather"), ArgumentsDelta(arguments)]
