@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from common import log, tracing
 from common.errors import TwinlensError, without_traces
 from common.media.convert import add_checksum, write_header, write_stages
 from common.media.item import Header
+from common.merged import Send
 from common.stages import Stage, seconds_of
 from encoder_service import convert
 from encoder_service.engine.encode import EncoderEngine
@@ -23,16 +24,8 @@ from encoder_service.transports.base import RowRun
 from encoder_service.transports.transports import Transports
 from twinlens.v1 import encoder_pb2
 
-T = TypeVar("T")
-
 Event: TypeAlias = encoder_pb2.EncodeResponse | bytes
 """A message; bytes are one that is serialized already."""
-Send: TypeAlias = Callable[[T], Awaitable[None]]
-"""Returns once there is room for the next."""
-
-_AHEAD = 4
-"""Events of all items together that may wait for the reader."""
-
 PROGRESS_SECONDS = 1.0
 """A caller hears of a waiting item at least this often."""
 
@@ -142,51 +135,3 @@ def log_deliveries(deliveries: Sequence[Delivery]) -> None:
     stages = {name: round(value, 4) for name, value in seconds.items()}
     failed = [each.failure for each in deliveries if each.failure]
     log.bind(items=len(deliveries), rows=sum(each.rows for each in deliveries), failed=failed, stages=stages)
-
-
-class _Outbox(Generic[T]):
-    """Events of those who send, and the ends of those who are done."""
-
-    def __init__(self) -> None:
-        self.events: asyncio.Queue[T | asyncio.Task[None]] = asyncio.Queue()
-        self._room = asyncio.Semaphore(_AHEAD)
-
-    async def put(self, event: T) -> None:
-        await self._room.acquire()
-        self.events.put_nowait(event)
-
-    async def get(self) -> T | asyncio.Task[None]:
-        event = await self.events.get()
-        if not isinstance(event, asyncio.Task):
-            self._room.release()
-        return event
-
-    def clear(self) -> None:
-        """Forgets what nobody reads any more: a task that was cancelled keeps the frames of it, which lead here."""
-        self.events = asyncio.Queue()
-
-
-async def merged(senders: Sequence[Callable[[Send[T]], Coroutine[Any, Any, None]]]) -> AsyncGenerator[T, None]:
-    """Every event that the senders send: what is ready goes first, and none runs far ahead of the reader. Closing it
-    ends all of them.
-
-    Raises what a sender raises.
-    """
-    outbox: _Outbox[T] = _Outbox()
-    tasks = [asyncio.create_task(sender(outbox.put)) for sender in senders]
-    for task in tasks:
-        task.add_done_callback(outbox.events.put_nowait)
-    try:
-        running = len(tasks)
-        while running:
-            event = await outbox.get()
-            if isinstance(event, asyncio.Task):
-                event.result()
-                running -= 1
-            else:
-                yield event
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        outbox.clear()

@@ -14,10 +14,11 @@ from common import log
 from common.errors import TwinlensError, Unavailable, without_traces
 from common.media import convert as media_convert
 from common.media.item import Modality
+from common.merged import merged
 from common.rpc import calls
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
-from encoder_service.delivery import Delivery, log_deliveries, merged
+from encoder_service.delivery import Delivery, log_deliveries
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.families.family import ServedConfig
 from encoder_service.meters import Meters

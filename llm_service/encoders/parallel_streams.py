@@ -10,10 +10,12 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from itertools import pairwise
 
 from common.errors import TwinlensError, Unavailable
 from common.media.item import Header, Key, Options
+from common.merged import Send, merged
 from common.stages import Stage
 from llm_service.encoders.replica import Asking, Replica
 from llm_service.encoders.stream import EncodeStream
@@ -60,32 +62,21 @@ class ParallelStreams:
         self, target: memoryview, mirror: MirrorPlace | None = None
     ) -> AsyncGenerator[tuple[int, int], None]:
         """As `EncodeStream.rows`: what is yielded counts rows without a gap, whatever has landed behind them."""
-        news: asyncio.Queue[tuple[int, int, int] | None] = asyncio.Queue()
+        landed, told = [0] * len(self._streams), 0
+        readers = [partial(self._read, part, target, mirror) for part in range(len(self._streams))]
+        async with aclosing(merged(readers)) as news:
+            async for part, rows, transport in news:
+                landed[part] += rows
+                if more := self._without_gap(landed) - told:
+                    told += more
+                    yield more, transport
 
-        async def read(part: int) -> None:
-            try:
-                async with aclosing(self._streams[part].rows(target, mirror)) as runs:
-                    async for rows, transport in runs:
-                        news.put_nowait((part, rows, transport))
-            finally:
-                news.put_nowait(None)
-
-        readers = [asyncio.create_task(read(part), name="read a part") for part in range(len(self._streams))]
-        landed, told = [0] * len(readers), 0
-        try:
-            for _ in readers:
-                while (each := await news.get()) is not None:
-                    part, rows, transport = each
-                    landed[part] += rows
-                    if more := self._without_gap(landed) - told:
-                        told += more
-                        yield more, transport
-                for ended in filter(asyncio.Task.done, readers):
-                    ended.result()
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+    async def _read(
+        self, part: int, target: memoryview, mirror: MirrorPlace | None, send: Send[tuple[int, int, int]]
+    ) -> None:
+        async with aclosing(self._streams[part].rows(target, mirror)) as runs:
+            async for rows, transport in runs:
+                await send((part, rows, transport))
 
     def _without_gap(self, landed: Sequence[int]) -> int:
         """How many rows have landed before the first one that has not."""

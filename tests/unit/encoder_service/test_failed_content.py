@@ -14,8 +14,9 @@ import pytest
 
 from common.errors import InvalidInput, TwinlensError
 from common.media.item import Modality, Url
+from common.merged import merged
 from encoder_service import convert
-from encoder_service.delivery import Delivery, Event, merged
+from encoder_service.delivery import Delivery, Event
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.item import Item
 from encoder_service.servicer import EncoderServicer
