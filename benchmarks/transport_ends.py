@@ -38,7 +38,7 @@ from encoder_service.transports.base import RowRun
 from encoder_service.transports.transports import Transports
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.parallel_streams import open_parallel
-from llm_service.encoders.replica import Asking, EncoderSettings, Replica
+from llm_service.encoders.replica import EncodeParams, EncoderSettings, Replica
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.request import MediaItem
@@ -182,11 +182,11 @@ async def read(way: encoder_pb2.Transport, given: argparse.Namespace, *, pull_al
 
     async def run(number: int) -> float | None:
         item = MediaItem(Modality.IMAGE, Key(bytes([number]) * 32))
-        asking = Asking(request_id="", salt="", priority=0)
+        params = EncodeParams(request_id="", salt="", priority=0)
         with ExitStack() as first, ExitStack() as others:
-            stream = first.enter_context(replica.encode(await replica.prepare(item, asking)))
+            stream = first.enter_context(replica.encode(await replica.prepare(item, params)))
             header = await stream.header()
-            parts = await open_parallel(replica, item, asking, header, LAYOUT.row_bytes, others)
+            parts = await open_parallel(replica, item, params, header, LAYOUT.row_bytes, others)
             if parts is not None:
                 first.close()
             landed = 0

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from common.media.item import Header
 from common.stages import Stage
 from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
-from llm_service.encoders.replica import Asking, Replica
+from llm_service.encoders.replica import EncodeParams, Replica
 from llm_service.encoders.stream import EncodeStream
 from llm_service.request import MediaItem
 
@@ -49,23 +49,23 @@ class Attempt:
         """After the last row, the encoder's own."""
         return {} if self.stream is None else self.stream.stages
 
-    async def open(self, item: MediaItem, asking: Asking) -> Header:
+    async def open(self, item: MediaItem, params: EncodeParams) -> Header:
         """Sends the item and returns its header; a stream that is open is closed before. Raises as
         `EncodeStream.header`."""
         self.close()
-        prepared = await self.replica.prepare(item, asking)
+        prepared = await self.replica.prepare(item, params)
         self.stream = stream = self._holds.enter_context(self.replica.encode(prepared))
         del prepared  # its item may be large, and the wait long
         self.header = header = await stream.header()
         return header
 
-    async def parallelise(self, item: MediaItem, asking: Asking, header: Header, row_bytes: int) -> None:
+    async def parallelise(self, item: MediaItem, params: EncodeParams, header: Header, row_bytes: int) -> None:
         """Has several streams bring the rows that are asked for in place of the one that is open, where that is
         better."""
         assert self.header is not None
         there = dataclasses.replace(header, key=self.header.key)
         with ExitStack() as parts:
-            opened = await open_parallel(self.replica, item, asking, there, row_bytes, parts)
+            opened = await open_parallel(self.replica, item, params, there, row_bytes, parts)
             if opened is not None:
                 self._holds.close()
                 self.stream, self._holds = opened, parts.pop_all()

@@ -23,7 +23,7 @@ def _nothing() -> None:
 
 
 class EncoderChoice:
-    """The encoders that an item has `tried` (addresses, in order), those that lack it, and the next one.
+    """The encoders that an item has `tried` (addresses, in order), those that are `exclude`d, and the next one.
 
     `affinity` is what makes repeats of the item alike, `field` where the request has it. It waits for room until
     `patient_until`, in monotonic seconds, and calls `on_wait` when it has to. Whoever makes it closes it.
@@ -37,7 +37,7 @@ class EncoderChoice:
         self._affinity = affinity
         self._request = request
         self._field = field
-        self._lacking: set[str] = set()
+        self._excluded: set[str] = set()
         self._refusal: Exhausted | None = None
         self._refused_by: set[str] = set()
         self._waiter = Waiter(pool.wait_queue, request.priority)
@@ -64,7 +64,7 @@ class EncoderChoice:
                 await isolation.one_left(min(apart_until, monotonic() + pool.settings.check_seconds))  # or one came
                 continue
             await self._room()
-            avoided = self._lacking | isolation.taken(request) if apart and self._free() else self._lacking
+            avoided = self._excluded | isolation.taken(request) if apart and self._free() else self._excluded
             replica = await pool.pick(self._affinity, self.tried, avoided)
             if apart and replica.address in isolation.taken(request):  # meanwhile
                 continue
@@ -75,31 +75,31 @@ class EncoderChoice:
 
     def another(self, able: Callable[[Replica], bool]) -> Replica | None:
         """One that was not tried yet, and is `able` to do better; None where there is none. Nothing is waited for."""
-        return self._pool.another(self._affinity, self._lacking.union(self.tried), able)
+        return self._pool.another(self._affinity, self._excluded.union(self.tried), able)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """The item waits for room."""
-        return self._waiter.waits
+        return self._waiter.is_waiting
 
-    def asks(self) -> None:
+    def on_sending(self) -> None:
         """The item is being sent to the encoder."""
-        self._waiter.asks()
+        self._waiter.on_sending()
 
-    def let_in(self) -> None:
+    def on_accepted(self) -> None:
         """The encoder has taken it: whoever waits for room may go."""
         self._apart_until = None
         self._waiter.leave()
 
-    def ends(self) -> None:
+    def on_done(self) -> None:
         """The encoder no longer has to do with the item."""
         self._apart.close()
 
-    def lacks(self, replica: Replica) -> None:
+    def exclude(self, replica: Replica) -> None:
         """It has no such key, and is not asked again."""
-        self._lacking.add(replica.address)
+        self._excluded.add(replica.address)
 
-    def refused(self, replica: Replica, error: Exhausted) -> None:
+    def on_full(self, replica: Replica, error: Exhausted) -> None:
         """It is full. Raises the error where it is so for good: the item never fits."""
         if error.retry_after is None:
             raise error
@@ -107,13 +107,13 @@ class EncoderChoice:
         self._refusal = error
         self._refused_by.add(replica.address)
 
-    def may_have(self) -> list[Replica]:
+    def candidates(self) -> list[Replica]:
         """The encoders that have not said that they have no such key."""
-        return [replica for replica in self._pool.replicas if replica.address not in self._lacking]
+        return [replica for replica in self._pool.replicas if replica.address not in self._excluded]
 
     def close(self) -> None:
         """Ends it, and the waiting for room. It waits for nothing, so that no cancellation can come between."""
-        self.ends()
+        self.on_done()
         self._waiter.leave()
 
     async def _room(self) -> None:
@@ -132,7 +132,7 @@ class EncoderChoice:
         return bool(usable) and all(replica.address in self._refused_by for replica in usable)
 
     def _usable(self) -> list[Replica]:
-        return [replica for replica in self.may_have() if replica.usable]
+        return [replica for replica in self.candidates() if replica.usable]
 
     def _free(self) -> list[Replica]:
         """The encoders that can be used, and have no suspects of other requests; none that is full where another one

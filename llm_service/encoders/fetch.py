@@ -35,7 +35,7 @@ from llm_service.encoders.header_cache import HeaderCache, KnownHeader
 from llm_service.encoders.item_identity import Identity, given_by
 from llm_service.encoders.pace import FAR_LONGER
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.replica import Asking, Replica
+from llm_service.encoders.replica import EncodeParams, Replica
 from llm_service.encoders.stream import UNREACHABLE
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem, Request
@@ -88,7 +88,7 @@ class Fetch:
         self._affinity = identity.affinity if known is None else known.affinity
         self._request = request
         self._salt = request.salt
-        self._asking = Asking(request_id=request.id, salt=request.salt, priority=request.priority)
+        self._params = EncodeParams(request_id=request.id, salt=request.salt, priority=request.priority)
         self._missing: NotFound | None = None
         self._failures = 0
         self._lapses = 0
@@ -107,7 +107,7 @@ class Fetch:
     @property
     def waits_for_room(self) -> bool:
         """Every encoder is full, as far as is known, and the item is with none."""
-        return self._choice.waits
+        return self._choice.is_waiting
 
     @property
     def keeps_place(self) -> bool:
@@ -149,7 +149,7 @@ class Fetch:
             first_rows = partial(self._first_rows, first=entry.landed, row_bytes=cache.layout.row_bytes)
             mirror = MirrorPlace(entry.place.offset, lambda: cache.mirror(entry))
             try:
-                stream = await self._sooner(first_rows)
+                stream = await self._race(first_rows)
                 async with aclosing(stream.rows(cache.view(entry), mirror)) as runs:
                     async for rows, transport in runs:
                         ended = time.perf_counter()  # what is told once all rows are here is none of their time
@@ -180,7 +180,7 @@ class Fetch:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.close()
-        self._choice.ends()
+        self._choice.on_done()
 
     async def _persistently(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does `work` until it succeeds, or until `_after` says that it is no use."""
@@ -198,8 +198,8 @@ class Fetch:
         if not number and not self._broke:
             context.budget.earn()
         self._attempt = Attempt(replica, number)
-        choice.asks()
-        header = await self._sooner(partial(self._fetch_header, first=first))
+        choice.on_sending()
+        header = await self._race(partial(self._fetch_header, first=first))
         self.header = header
         context.header_cache.remember(self._names(header), header, self._salt, self._affinity)
 
@@ -216,27 +216,27 @@ class Fetch:
 
     async def _ask(self, attempt: Attempt, first: int) -> Header:
         self._context.counters.attempts += 1
-        asking = self._asking_of(attempt, first)
+        params = self._params_of(attempt, first)
         with tracing.span("header", encoder=attempt.replica.address, attempt=attempt.number):
-            header = await attempt.open(self._item(), asking)
-        self._choice.let_in()
+            header = await attempt.open(self._item(), params)
+        self._choice.on_accepted()
         return header
 
-    def _asking_of(self, attempt: Attempt, first: int) -> Asking:
-        return dataclasses.replace(self._asking, first=first, attempt=attempt.number, broke=self._broke)
+    def _params_of(self, attempt: Attempt, first: int) -> EncodeParams:
+        return dataclasses.replace(self._params, first=first, attempt=attempt.number, broke=self._broke)
 
     async def _first_rows(self, attempt: Attempt, first: int, row_bytes: int) -> RowStream:
         """What brings the rows from `first` on, once there are any; of several streams, where those are better."""
         if attempt.stream is None:
             await self._fetch_header(attempt, first)
         assert self.header is not None
-        await attempt.parallelise(self.item, self._asking_of(attempt, first), self.header, row_bytes)
+        await attempt.parallelise(self.item, self._params_of(attempt, first), self.header, row_bytes)
         stream = await attempt.first_rows()
         if stream.has_rows and attempt.header is not None and not attempt.header.cached:
             self._context.pool.learn(attempt.replica, stream.waited(), self.header.grid.patches)
         return stream
 
-    async def _sooner(self, work: Callable[[Attempt], Coroutine[Any, Any, T]]) -> T:
+    async def _race(self, work: Callable[[Attempt], Coroutine[Any, Any, T]]) -> T:
         """What `work` makes of the attempt there is or, once that is overdue, of one at another encoder beside it. The
         one that is done first stays, and the other is closed. Where one fails, the other goes on alone, unless it is
         the item that is at fault.
@@ -245,7 +245,7 @@ class Fetch:
         race = {asyncio.create_task(work(self._attempt), name="ask an encoder"): self._attempt}
         look = min(_LOOK_SECONDS, self._context.pool.settings.hedge / 4) or None
         try:
-            while not self._is_over(race):
+            while not self._is_won(race):
                 began = monotonic()
                 done, _ = await asyncio.wait(race, timeout=look, return_when=asyncio.FIRST_COMPLETED)
                 late = look is not None and monotonic() - began > 2 * look  # what came meanwhile is to be read first
@@ -255,18 +255,18 @@ class Fetch:
         finally:
             await _end(race, self._attempt)
 
-    def _is_over(self, race: dict[asyncio.Task[T], Attempt]) -> bool:
+    def _is_won(self, race: dict[asyncio.Task[T], Attempt]) -> bool:
         """Whether one of these attempts has come to its end, which is that of all; it is the fetch's from now on."""
         for task in [task for task in race if task.done()]:
             attempt, error = race[task], task.exception()
-            if len(race) > 1 and error is not None and self._goes_on(attempt, error, race.values()):
+            if len(race) > 1 and error is not None and self._leaves_to_other(attempt, error, race.values()):
                 del race[task]
                 continue
             self._attempt = attempt
             return True
         return False
 
-    def _goes_on(self, attempt: Attempt, error: BaseException, both: Iterable[Attempt]) -> bool:
+    def _leaves_to_other(self, attempt: Attempt, error: BaseException, both: Iterable[Attempt]) -> bool:
         """Whether an error that ended one of two attempts leaves it to the other, which then is the only one."""
         own = attempt is self._attempt
         if isinstance(error, _RETRIED):
@@ -310,7 +310,7 @@ class Fetch:
             return None
         self._hedged = True
         context.counters.retries += 1
-        if own.replica.pace.overdue():
+        if own.replica.pace.on_overdue():
             _log.warning(
                 "an encoder is slow, and gets no items while others have room",
                 address=own.replica.address,
@@ -386,7 +386,7 @@ class Fetch:
             return
         if isinstance(error, NotFound):
             if not isinstance(self.item.source, Key) or not any(
-                may.usable or may.unsure for may in self._choice.may_have()
+                may.usable or may.unsure for may in self._choice.candidates()
             ):
                 raise error
             self._missing = error
@@ -403,7 +403,7 @@ class Fetch:
             self._choice.tried.remove(replica.address)
             self._context.counters.retries += 1
             return
-        _log.info("stream broke", address=replica.address, request_id=self._asking.request_id, reason=error.reason)
+        _log.info("stream broke", address=replica.address, request_id=self._params.request_id, reason=error.reason)
         self._failures += 1
         if self._failures >= _ATTEMPTS:
             raise error
@@ -416,9 +416,9 @@ class Fetch:
         never fits."""
         replica = attempt.replica
         if isinstance(error, NotFound):
-            self._choice.lacks(replica)
+            self._choice.exclude(replica)
         elif isinstance(error, Exhausted):
-            self._choice.refused(replica, error)
+            self._choice.on_full(replica, error)
         elif error.reason not in (MEDIA_HOST, MEDIA_CHANGED, LEASE_EXPIRED, CALLER_STALLED):
             replica.breaker.failed(attempt.opened)
             if isinstance(error, Unavailable) and error.reason != ENCODER_SLOW:

@@ -42,7 +42,7 @@ class Pace:
         """It has been slow for long enough to be sent another item."""
         return self.slow and self._clock() >= self._next_try
 
-    def tried(self) -> None:
+    def on_sending(self) -> None:
         """It is sent an item. While it is slow, the next one has to wait."""
         if self.slow:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE * self._patience)
@@ -56,7 +56,7 @@ class Pace:
         """Seconds that an item of so many patches takes, by those of late; 0 where there were none."""
         return self._seconds * max(1.0, patches / self._patches) if self._patches else 0.0
 
-    def computed(self, seconds: float, patches: int, elsewhere: float) -> bool:
+    def on_computed(self, seconds: float, patches: int, elsewhere: float) -> bool:
         """The first row of an item of so many patches came after so many seconds, where it might have taken others
         `elsewhere` seconds; returns whether it is slow no longer."""
         share = _NEWS if self._patches else 1.0
@@ -68,7 +68,7 @@ class Pace:
         self._slow_since, self._pause = None, self._patience
         return True
 
-    def overdue(self) -> bool:
+    def on_overdue(self) -> bool:
         """An item there is; returns whether that is news."""
         if self.slow:
             return False

@@ -17,7 +17,7 @@ from common.errors import TwinlensError, Unavailable
 from common.media.item import Header, Key, Options
 from common.merged import Send, merged
 from common.stages import Stage
-from llm_service.encoders.replica import Asking, Replica
+from llm_service.encoders.replica import EncodeParams, Replica
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem
@@ -89,23 +89,23 @@ class ParallelStreams:
 
 
 async def open_parallel(
-    replica: Replica, item: MediaItem, asking: Asking, header: Header, row_bytes: int, holds: ExitStack
+    replica: Replica, item: MediaItem, params: EncodeParams, header: Header, row_bytes: int, holds: ExitStack
 ) -> ParallelStreams | None:
-    """Streams for the rows of an item from `asking.first` on, which `holds` closes; None where one should bring them,
+    """Streams for the rows of an item from `params.first` on, which `holds` closes; None where one should bring them,
     and `holds` is to be closed.
 
     They ask for the item by its key, so its own stream has to be open until they are: without it, the encoder need not
     have the key. Whatever they fail with, that stream can still bring all rows.
     """
-    count = replica.parts((header.tokens - asking.first) * row_bytes)
+    count = replica.parts((header.tokens - params.first) * row_bytes)
     if count < 2:
         return None
-    stretches = _stretches(asking.first, header.tokens, count)
+    stretches = _stretches(params.first, header.tokens, count)
     # The key stands for options and type as well.
     by_key = dataclasses.replace(item, source=Key(header.key), options=Options(), mime_type="")
     try:
         prepared = [
-            await replica.prepare(by_key, dataclasses.replace(asking, first=first, end=end)) for first, end in stretches
+            await replica.prepare(by_key, dataclasses.replace(params, first=first, end=end)) for first, end in stretches
         ]
         streams = [holds.enter_context(replica.encode(each)) for each in prepared]
         async with asyncio.TaskGroup() as group:

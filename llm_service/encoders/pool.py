@@ -16,7 +16,7 @@ from common.errors import Unavailable
 from common.rendezvous_hash import ranked
 from common.rpc.replica_set import ReplicaSet, Upkeep
 from common.rpc.resolver import Resolver
-from llm_service.encoders.absence import Absence
+from llm_service.encoders.availability_log import AvailabilityLog
 from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.health import EncoderHealth
 from llm_service.encoders.isolation import Isolation
@@ -58,7 +58,7 @@ class EncoderPool:
         self.isolation = Isolation()
         self.wait_queue = WaitQueue()
         self._configured = bool(addresses)
-        self._absence = Absence()
+        self._availability = AvailabilityLog()
         self.replica_set = ReplicaSet(
             "encoder",
             Resolver(addresses),
@@ -93,7 +93,7 @@ class EncoderPool:
     async def _keep_looking(self) -> None:
         while True:
             await self.replica_set.look()
-            self._absence.look(self.replicas)
+            self._availability.look(self.replicas)
             await asyncio.sleep(self.settings.resolve_seconds)
 
     def _open(self, address: str, name: str) -> WatchedReplica:
@@ -137,14 +137,14 @@ class EncoderPool:
                 raise Unavailable("no encoder is available", reason="NO_ENCODER") from None
         fresh = [replica for replica in usable if replica.address not in tried]
         chosen = _choose(affinity, fresh or usable)
-        chosen.pace.tried()
+        chosen.pace.on_sending()
         return chosen
 
     def learn(self, replica: Replica, seconds: float, patches: int) -> None:
         """The first row of an item of so many patches, which had to be computed, came after so many seconds."""
         others = [each for each in self.replicas if each is not replica and each.usable and not each.pace.slow]
         elsewhere = min((each.expected(patches) for each in others), default=float("inf"))
-        if replica.pace.computed(seconds, patches, elsewhere):
+        if replica.pace.on_computed(seconds, patches, elsewhere):
             _log.info("an encoder is no longer slow", address=replica.address)
 
     def another(self, affinity: bytes, avoided: Collection[str], able: Callable[[Replica], bool]) -> Replica | None:

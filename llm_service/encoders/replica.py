@@ -15,10 +15,10 @@ from common import log, tasks
 from common.media.convert import write_media
 from common.rpc.channel import ChannelSecurity, from_rpc_error, is_not_taken
 from common.wire import RowLayout
-from llm_service.encoders.absence import trouble
 from llm_service.encoders.breaker import Breaker, Quarantine
 from llm_service.encoders.connections import Connections
 from llm_service.encoders.health import CHECK_SECONDS, EncoderHealth, Verdict
+from llm_service.encoders.obstacle_hints import hint
 from llm_service.encoders.pace import Pace
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
@@ -71,7 +71,7 @@ class EncoderSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class EncodeParams:
     """What is told to an encoder with an item: whose it is, from which row on it is wanted and before which one to stop
     (0: none), and how often before. After a stream of the item `broke`, not every way is tried: see `Transport`."""
 
@@ -92,7 +92,7 @@ class PreparedRequest:
     body: bytes
     transports: list[Transport]
     field: str
-    asking: Asking
+    params: EncodeParams
 
 
 class Replica:
@@ -201,7 +201,7 @@ class Replica:
                 metadata=metadata,
             )
         except grpc.aio.AioRpcError as error:
-            self.trouble = trouble(error.code(), error.details() or "", self._settings.security)
+            self.trouble = hint(error.code(), error.details() or "", self._settings.security)
             self.starting = from_rpc_error(error).reason == "STARTING"
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
             return self._failed(_EXHAUSTED if is_not_taken(error) else error.code(), began)
@@ -275,39 +275,39 @@ class Replica:
         """The numbers of those by which rows may come now."""
         return [each.number for each in self._transports if each.usable]
 
-    def ways(self, asking: Asking) -> list[Transport]:
+    def ways(self, params: EncodeParams) -> list[Transport]:
         """The transports by which rows may come now, the shortest way first."""
-        return [each for each in self._transports if each.usable and (each.after_break or not asking.broke)]
+        return [each for each in self._transports if each.usable and (each.after_break or not params.broke)]
 
     def parts(self, size: int) -> int:
         """By how many streams at a time so many bytes of an item's rows come best; where memory is shared, by one."""
         shortest = next(each for each in self._transports if each.usable)
         return max(1, min(size // self._settings.part_bytes, len(self._connections))) if shortest.splits else 1
 
-    async def prepare(self, item: MediaItem, asking: Asking) -> PreparedRequest:
+    async def prepare(self, item: MediaItem, params: EncodeParams) -> PreparedRequest:
         """What `encode` sends for one item; much content is copied in a thread, while others are answered."""
         settings = self._settings
-        transports = self.ways(asking)
+        transports = self.ways(params)
         request = encoder_pb2.EncodeRequest(
-            request_id=asking.request_id,
-            cache_salt=asking.salt,
-            priority=asking.priority,
+            request_id=params.request_id,
+            cache_salt=params.salt,
+            priority=params.priority,
             accepts=[transport.number for transport in transports],
-            first_rows=[asking.first] if asking.first else [],
-            end_rows=[asking.end] if asking.end else [],
-            attempt=asking.attempt,
+            first_rows=[params.first] if params.first else [],
+            end_rows=[params.end] if params.end else [],
+            attempt=params.attempt,
             digest=settings.digest,
         )
         for transport in transports:
             transport.prove(request.host)
         pieces = [request.SerializeToString(), *write_media(item)]
         body = await tasks.to_thread(b"".join, pieces) if item.size > _LARGE else b"".join(pieces)
-        return PreparedRequest(body, transports, item.field, asking)
+        return PreparedRequest(body, transports, item.field, params)
 
     @contextmanager
     def encode(self, prepared: PreparedRequest) -> Iterator[EncodeStream]:
         """Opens an Encode stream for one item; it is cancelled when the block is left early."""
-        settings, asking = self._settings, prepared.asking
+        settings, params = self._settings, prepared.params
         with self._connections.encode(prepared.body, settings.timeout) as call:
             stream = EncodeStream(
                 call,
@@ -316,8 +316,8 @@ class Replica:
                 settings.merge,
                 layout_from_encoder=settings.layout_from_encoder,
                 field=prepared.field,
-                first=asking.first,
-                end=asking.end,
+                first=params.first,
+                end=params.end,
                 silence=settings.silence,
                 on_event=self.health.hear,
                 heard_at=lambda: self.health.last_heard,

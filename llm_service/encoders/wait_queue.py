@@ -32,20 +32,20 @@ class MayBeFull(Protocol):
 
 
 class WaitQueue:
-    """All who wait. `opened` is to be called when room may have come somewhere; `asking` says that the first one has
-    been sent and may still be refused, `may_go` that it could be sent by now, and has only not woken up yet."""
+    """All who wait. `opened` is to be called when room may have come somewhere; `head_was_sent` says that the first one
+    has been sent and may still be refused, `head_may_go` that it could be sent by now, and has only to wake up."""
 
     def __init__(self) -> None:
         self.room = asyncio.Event()
-        self.asking = False
-        self.may_go: Callable[[], bool] = _nobody
-        self._led = False
+        self.head_was_sent = False
+        self.head_may_go: Callable[[], bool] = _nobody
+        self._has_head = False
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
         """How many wait, the first one included."""
-        return self._led + sum(not turn.done() for _, _, turn in self._waiting)
+        return self._has_head + sum(not turn.done() for _, _, turn in self._waiting)
 
     def opened(self) -> None:
         """An encoder may have room again."""
@@ -53,8 +53,8 @@ class WaitQueue:
 
     async def come_first(self, priority: int) -> None:
         """Returns when it is the caller's turn, which it then owes to `pass_on`."""
-        if not self._led:
-            self._led = True
+        if not self._has_head:
+            self._has_head = True
             return
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (-priority, next(self._arrivals), turn))
@@ -72,15 +72,15 @@ class WaitQueue:
             if not turn.done():
                 turn.set_result(None)
                 return
-        self._led = False
+        self._has_head = False
 
 
 class Waiter:
-    """One item's turn in the queue, which it takes when it has to wait first; then it `waits`. Whoever makes it leaves
-    it."""
+    """One item's turn in the queue, which it takes when it has to wait first; then it `is_waiting`. Whoever makes it
+    leaves it."""
 
     def __init__(self, queue: WaitQueue, priority: int) -> None:
-        self.waits = False
+        self.is_waiting = False
         self._queue = queue
         self._priority = priority
         self._first = False
@@ -96,34 +96,34 @@ class Waiter:
         """
         queue = self._queue
         self._stop_passing()
-        if not (queue.asking or queue.may_go()) and not _are_full(encoders()):
+        if not (queue.head_was_sent or queue.head_may_go()) and not _are_full(encoders()):
             return
-        self.waits = True
+        self.is_waiting = True
         try:
             on_wait()
             async with asyncio.timeout_at(until):
                 await self._come_to_room(encoders)
         finally:
-            self.waits = False
+            self.is_waiting = False
 
     async def _come_to_room(self, encoders: Callable[[], Sequence[MayBeFull]]) -> None:
         queue = self._queue
         if not self._first:
             await queue.come_first(self._priority)
             self._first = True
-        queue.may_go = lambda: not _are_full(encoders())
+        queue.head_may_go = lambda: not _are_full(encoders())
         try:
             while _are_full(asked := encoders()):
                 queue.room.clear()
                 soonest = min(encoder.full_until for encoder in asked)
                 await _first_of(queue.room, soonest - monotonic())
         finally:
-            queue.may_go = _nobody
+            queue.head_may_go = _nobody
 
-    def asks(self) -> None:
+    def on_sending(self) -> None:
         """The item is being sent: unless it is refused at once, the next one's turn comes."""
         if self._first and self._passing is None:
-            self._queue.asking = True
+            self._queue.head_was_sent = True
             self._passing = asyncio.get_running_loop().call_later(_PASS_ON_SECONDS, self.leave)
 
     def leave(self) -> None:
@@ -137,7 +137,7 @@ class Waiter:
         if self._passing is not None:
             self._passing.cancel()
             self._passing = None
-            self._queue.asking = False
+            self._queue.head_was_sent = False
 
 
 def _nobody() -> bool:

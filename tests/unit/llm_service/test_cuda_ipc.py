@@ -12,7 +12,7 @@ import pytest
 from common.errors import LEASE_EXPIRED, DataLoss, Unavailable
 from common.wire import DType, RowLayout
 from llm_service.encoders.breaker import Quarantine
-from llm_service.encoders.replica import Asking, EncoderSettings, Replica
+from llm_service.encoders.replica import EncodeParams, EncoderSettings, Replica
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.encoders.transports.shared_memory import SharedMemory
@@ -194,7 +194,7 @@ async def test_what_broke_once_comes_by_way_of_the_host(
     mirrors.opened(["GPU-0"])
     settings = EncoderSettings(digest="", layout=layout, merge=2, mirrors=mirrors, part_bytes=1, connections=2)
     replica = Replica("127.0.0.1:1", "", settings, Quarantine())
-    asked = Asking(request_id="", salt="", priority=0, **asking)
+    asked = EncodeParams(request_id="", salt="", priority=0, **asking)
     pool = encoder_pb2.DevicePool(region="a", gpu_uuid="GPU-0", bytes=1 << 20)
     for transport in replica._transports:
         await transport.on_info(encoder_pb2.EncoderServiceGetInfoResponse(device_pools=[pool] * pools))

@@ -13,10 +13,10 @@ from tests.unit.llm_service.test_breaker import Clock
 def test_what_an_item_takes_is_expected_by_those_of_late_and_more_of_a_larger_one() -> None:
     pace = Pace(10.0)
     assert pace.expected(1000) == 0.0
-    pace.computed(2.0, 100, 0.0)
+    pace.on_computed(2.0, 100, 0.0)
     assert [pace.expected(patches) for patches in (0, 50, 100, 300)] == [2.0, 2.0, 2.0, 6.0]
     for _ in range(50):
-        pace.computed(1.0, 200, 0.0)
+        pace.on_computed(1.0, 200, 0.0)
     assert pace.expected(400) == pytest.approx(2.0, rel=0.01)
 
 
@@ -26,32 +26,32 @@ def test_an_encoder_is_slow_until_an_item_takes_hardly_longer_there_than_elsewhe
 ) -> None:
     clock = Clock()
     pace = Pace(10.0, clock)
-    assert not pace.computed(0.1, 100, elsewhere), "it was never slow"
-    assert pace.overdue()
-    assert not pace.overdue(), "that is no news"
+    assert not pace.on_computed(0.1, 100, elsewhere), "it was never slow"
+    assert pace.on_overdue()
+    assert not pace.on_overdue(), "that is no news"
     assert pace.is_slow_since(clock.now - 1)
     assert not pace.is_slow_since(clock.now + 1)
-    assert not pace.computed(in_time + 0.1, 100, elsewhere)
+    assert not pace.on_computed(in_time + 0.1, 100, elsewhere)
     assert pace.slow
-    assert pace.computed(in_time - 0.1, 100, elsewhere)
+    assert pace.on_computed(in_time - 0.1, 100, elsewhere)
     assert not pace.slow
 
 
 def test_a_slow_encoder_is_tried_now_and_then_ever_more_rarely() -> None:
     clock = Clock()
     pace = Pace(10.0, clock)
-    pace.tried()
-    pace.overdue()
+    pace.on_sending()
+    pace.on_overdue()
     for pause in (10.0, 20.0, 40.0, 80.0, 80.0):
         clock.now += pause - 1
         assert not pace.may_be_tried
         clock.now += 1
         assert pace.may_be_tried
-        pace.tried()
+        pace.on_sending()
         assert not pace.may_be_tried
-        pace.overdue()
-    pace.computed(1.0, 100, 0.0)
+        pace.on_overdue()
+    pace.on_computed(1.0, 100, 0.0)
     assert not pace.may_be_tried, "it is no longer slow"
-    pace.overdue()
+    pace.on_overdue()
     clock.now += 10.0
     assert pace.may_be_tried, "pauses begin anew"

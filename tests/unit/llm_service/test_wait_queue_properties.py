@@ -48,7 +48,7 @@ async def visit(line: WaitQueue, doors: list[Door], guest: Guest) -> None:
         while True:
             await place.wait(lambda: doors, monotonic() + 600)
             door = next((each for each in doors if not each.full), doors[0])
-            place.asks()
+            place.on_sending()
             door.openings -= 1
             try:
                 await turns(2)  # the call, there and back
@@ -93,7 +93,7 @@ def test_everybody_gets_in_or_leaves_and_the_line_ends_empty(seats: list[int], c
             ends = await asyncio.gather(*visits, return_exceptions=True)
             await asyncio.gather(*leaving)
         assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
-        assert (len(line), line.asking) == (0, False)
+        assert (len(line), line.head_was_sent) == (0, False)
         assert [door.taken for door in doors] == [0] * len(doors)
 
     asyncio.run(run())

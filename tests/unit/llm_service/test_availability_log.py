@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 from common.rpc import channel as grpc_channel
 from common.rpc.channel import ChannelSecurity, open_channel
 from common.wire import DType, RowLayout
-from llm_service.encoders.absence import Absence, trouble
+from llm_service.encoders.availability_log import AvailabilityLog
+from llm_service.encoders.obstacle_hints import hint
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import EncoderSettings
 from tests.unit.llm_service.scripted import ScriptedEncoder, bench, eventually
@@ -40,11 +41,11 @@ class FakeReplica:
 
 
 class Watch:
-    """An `Absence` with a clock of its own: what it logs at a time, of some encoders."""
+    """An `AvailabilityLog` with a clock of its own: what it logs at a time, of some encoders."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._absence = Absence(patience=15, again=300, clock=lambda: self._now)
+        self._availability = AvailabilityLog(patience=15, again=300, clock=lambda: self._now)
 
     def at(self, seconds: float, *replicas: FakeReplica) -> list[Any]:
         """The warnings."""
@@ -53,7 +54,7 @@ class Watch:
     def all_at(self, seconds: float, *replicas: FakeReplica) -> list[Any]:
         self._now = seconds
         with capture_logs() as lines:
-            self._absence.look(replicas)
+            self._availability.look(replicas)
         return lines
 
     def said_at(self, seconds: float, *replicas: FakeReplica) -> list[tuple[str, str]]:
@@ -221,7 +222,7 @@ async def test_a_service_without_encoders_says_so_at_once() -> None:
 def test_what_is_wrong_is_told_with_the_option_that_helps(
     code: grpc.StatusCode, details: str, security: ChannelSecurity, says: str
 ) -> None:
-    assert says in trouble(code, details, security)
+    assert says in hint(code, details, security)
 
 
 @pytest.mark.parametrize(("connects", "pings"), [(True, False), (True, True), (False, False)])
@@ -247,5 +248,5 @@ async def test_of_an_address_where_nothing_answers_that_is_told(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.GetInfo(encoder_pb2.EncoderServiceGetInfoRequest(), timeout=180)
         await channel.close()
-    said = trouble(caught.value.code(), caught.value.details() or "", PLAIN)
+    said = hint(caught.value.code(), caught.value.details() or "", PLAIN)
     assert said == "nothing answers there, as behind a firewall or on a dead host"
