@@ -102,7 +102,7 @@ def check_override(override: Mapping[str, Any]) -> None:
     """Raises ValueError, which names what is wrong, for what would be ignored or is out of range."""
     for name, value in override.items():
         if name not in _KNOWN:
-            raise ValueError(f"--override-generation-config: {name} is none of {', '.join(_KNOWN)}")
+            raise ValueError(f"--override-generation-config: {name} is not one of {', '.join(_KNOWN)}")
         if name == "do_sample":
             if not isinstance(value, bool):
                 raise ValueError("--override-generation-config: do_sample is true or false")

@@ -48,7 +48,7 @@ class ClipProcessor:
 
     def plan_pixels(self, given: Pixels, options: Options) -> Plan:  # noqa: ARG002
         """There are none."""
-        raise InvalidInput("pixels are not sound", reason="BAD_PIXELS")
+        raise InvalidInput("pixels cannot be a sound", reason="BAD_PIXELS")
 
 
 _DEFAULTS: Final = {

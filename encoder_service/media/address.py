@@ -79,7 +79,7 @@ def parse(url: str, field: str) -> Address:
     if read.scheme == "file":
         raise forbidden(field)
     if read.scheme not in _PORTS:
-        raise _bad("begins with none of http:, https: and data:", field)
+        raise _bad("does not begin with http:, https: or data:", field)
     if read.userinfo:
         raise _bad("holds a user name", field)
     if not host or "%" in host or (read.port is not None and not 0 < read.port < 1 << 16):

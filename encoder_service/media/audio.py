@@ -87,7 +87,7 @@ def _track(data: bytes, name: str, bounds: Bounds, layout: str | None = None) ->
             if stream is None and not file.streams.audio:
                 return None
             if stream is None or stream.codec_context is None:  # of a codec that nobody knows
-                raise ValueError("there is no sound that can be heard")
+                raise ValueError("there is no decodable sound")
             rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
     except av.FFmpegError as error:
         raise ValueError("the sound cannot be read") from error
@@ -128,7 +128,7 @@ def _decode(
     if not len(samples):
         raise ValueError("there is no sound")
     if not np.abs(samples).max() <= _LOUDEST:  # nor a NaN
-        raise ValueError("the samples are not sound")
+        raise ValueError("a sample is too large, or not a number")
     return samples
 
 

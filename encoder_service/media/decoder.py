@@ -245,8 +245,8 @@ def _ended(asked: asyncio.Future[FromDecoder]) -> bool:
 
 
 _UNSUPPORTED = (
-    "a TIFF is taken with whole numbers of up to 16 bits, in grey, RGB, CMYK, YCbCr or a palette, plain or packed by"
-    " LZW, Deflate, PackBits, JPEG or as a fax; this is another one"
+    "a TIFF must have integers of up to 16 bits, in grey, RGB, CMYK, YCbCr or a palette, plain or packed by LZW,"
+    " Deflate, PackBits, JPEG or as a fax"
 )
 
 

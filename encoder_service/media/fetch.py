@@ -50,12 +50,12 @@ class FetchConfig:
         (), "the same, for hosts that may be in a private network or on this machine", parse=words
     )
     fetch_seconds: float = option(
-        15.0, "longest that one download may take, its wait for a place included", minimum=0.1
+        15.0, "longest that one download may take, including its wait for a place", minimum=0.1
     )
     fetch_stall_seconds: float = option(5.0, "longest wait for a media host's next bytes", minimum=0.1)
     max_fetches: int = option(
         32,
-        "downloads under way at once, of which one host or caller that is alone has half; further ones wait",
+        "downloads at once, of which a single host or caller gets at most half; further ones wait",
         minimum=1,
     )
 

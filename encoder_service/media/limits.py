@@ -96,7 +96,7 @@ def check_sound(seen: Inspection, field: str, limits: MediaLimits) -> None:
         )
     if seen.frames > limits.max_audio_seconds * seen.rate:
         raise InvalidInput(
-            f"the sound goes on for more than {limits.max_audio_seconds:g} seconds",
+            f"the sound lasts more than {limits.max_audio_seconds:g} seconds",
             reason="AUDIO_TOO_LONG",
             field=field,
         )
@@ -137,9 +137,7 @@ def fitted(plan: Plan, limits: MediaLimits) -> Plan:
 def check_length(seconds: float, field: str) -> None:
     """Checks the latest time in a video."""
     if seconds > MAX_SECONDS:
-        raise InvalidInput(
-            f"the video goes on for more than {MAX_SECONDS:.0f} seconds", reason="VIDEO_TOO_LONG", field=field
-        )
+        raise InvalidInput(f"the video lasts more than {MAX_SECONDS:.0f} seconds", reason="VIDEO_TOO_LONG", field=field)
 
 
 def check_sides(width: int, height: int, field: str, limits: MediaLimits) -> None:

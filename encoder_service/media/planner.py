@@ -77,7 +77,7 @@ class HfPlanner:
             child.kill()
             await child.stop()
             if isinstance(error, TimeoutError):
-                raise ChildDied("the process that plans items has not started in its time") from None
+                raise ChildDied("the process that plans items did not start in time") from None
             raise
         if not isinstance(first, Ready):
             await child.stop()
@@ -95,7 +95,7 @@ class HfPlanner:
         """The frames that the library's processor takes of a video. Raises what `plan` does."""
         self._check_options(item)
         if seen.frames / seen.fps * max(item.options.fps or 0.0, _STEPS_PER_SECOND) > _MOST_STEPS:
-            raise InvalidInput("the video goes on for too long", reason="VIDEO_TOO_LONG", field=item.field)
+            raise InvalidInput("the video is too long", reason="VIDEO_TOO_LONG", field=item.field)
         try:
             answer = await self._asked(ChooseFrames(seen.frames, seen.fps, item.options.fps or 0.0), item.field)
         except InvalidInput:

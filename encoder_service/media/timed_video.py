@@ -156,7 +156,7 @@ class TimedReader:
 def _best(file: Any) -> Any:
     stream = file.streams.best("video")
     if stream is None or stream.codec_context is None:  # of a codec that nobody knows
-        raise ValueError("there is no video that can be seen")
+        raise ValueError("there is no decodable video")
     return stream
 
 

@@ -97,7 +97,7 @@ class Adapters:
         if not self._enabled:
             raise Precondition("adapters are not served: there is no --lora-dir", reason="ADAPTERS_OFF")
         if not name or len(name) > _LONGEST_NAME or not name.isprintable() or name in self._models:
-            raise InvalidInput("this is no name for an adapter", reason="BAD_NAME", field="name")
+            raise InvalidInput("this is not a valid name for an adapter", reason="BAD_NAME", field="name")
         if name in self._named:
             raise Precondition("an adapter of that name is loaded", reason="ADAPTER_EXISTS", field="name")
         if len(self._named) + len(self._unloaded) >= self._most:

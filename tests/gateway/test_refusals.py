@@ -169,7 +169,7 @@ def schema(**given: Any) -> dict[str, Any]:
         (CHAT, {"messages": []}, "messages", "it has fewer than 1 item"),
         (CHAT, {"messages": [said("a " * 20_000)]}, "messages", "this model's maximum context length is 4096 tokens"),
         (CHAT, {"messages": [said(*[PICTURE] * 17)]}, "messages", "at most 16 images, and this one has 17"),
-        (CHAT, {"messages": [said(PICTURE)]}, "messages[0].content[0]", "begins with none of http:, https: and data:"),
+        (CHAT, {"messages": [said(PICTURE)]}, "messages[0].content[0]", "does not begin with http:, https: or data:"),
         (
             CHAT,
             {"messages": [said(picture("data:image/png,iVBO"))]},

@@ -76,8 +76,8 @@ def test_a_temperature_of_the_operator_s_goes_before_a_checkpoint_s_that_does_no
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ({"beams": 4}, "beams is none of temperature, top_p,"),
-        ({"max_tokens": 4}, "max_tokens is none of"),
+        ({"beams": 4}, "beams is not one of temperature, top_p,"),
+        ({"max_tokens": 4}, "max_tokens is not one of"),
         ({"temperature": -1}, "temperature must be between 0.0 and 100.0"),
         ({"temperature": float("nan")}, "temperature must be between 0.0 and 100.0"),
         ({"top_p": 0}, "top_p must be above 0.0, and at most 1.0"),
