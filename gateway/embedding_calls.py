@@ -57,7 +57,7 @@ class EmbeddingCalls:
     ) -> llm_pb2.EmbedResponse:
         if seconds <= 0:
             raise DeadlineExceeded("the request took too long")
-        told = (*self._services.metadata, *metadata, (STATED, str(request.ByteSize())))
+        told = self._services.metadata_for((*metadata, (STATED, str(request.ByteSize()))))
         log.bind(llm=service.address)
         call = service.channels.stub.Embed(request, timeout=seconds, metadata=told)
         service.in_flight += 1

@@ -257,7 +257,7 @@ class _Generation:
             self._offered.append(service)
         stated = (STATED, str(self._request.ByteSize()))
         call = service.channels.generate(
-            Outgoing(self._request), timeout=seconds, metadata=(*self._services.metadata, *self._metadata, stated)
+            Outgoing(self._request), timeout=seconds, metadata=self._services.metadata_for((*self._metadata, stated))
         )
         service.in_flight += 1
         log.bind(llm=service.address)

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from common.errors import Exhausted, TwinlensError
@@ -73,6 +74,16 @@ class PromptTurns:
         waiting = self._waiting.pop(batch)
         if waiting:
             self._waiting[batch] = waiting
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatches:
+    """Requests with several prompts: by which `turns` these go out, how many there may be, and of how many bytes
+    together."""
+
+    turns: PromptTurns
+    max_prompts: int
+    max_bytes: int
 
 
 class Batch:

@@ -41,7 +41,7 @@ from gateway.generation import Generations, HandoverLimits
 from gateway.kept_adapters import KeptAdapters
 from gateway.meters import Meters, State
 from gateway.middleware import RequestMiddleware
-from gateway.prompt_turns import PromptTurns
+from gateway.prompt_turns import PromptBatches, PromptTurns
 from gateway.services import LlmServices
 
 _log = log.get("server")
@@ -74,11 +74,11 @@ async def serve(config: GatewayConfig) -> None:
     chats = ChatAnswers(services, generations)
     chat = Chat(services, chats)
     turns = PromptTurns(config.max_prompt_calls, lambda: config.max_batch_calls * max(1, len(services.usable)))
-    each = (turns, config.max_prompts, config.max_body_bytes)
-    completions = Completions(services, generations, *each)
+    batches = PromptBatches(turns, config.max_prompts, config.max_body_bytes)
+    completions = Completions(services, generations, batches)
     embedding_calls = EmbeddingCalls(services, config.request_seconds, meters.used)
-    embeddings = Embeddings(services, embedding_calls, *each)
-    scores = Scores(services, generations, embedding_calls, *each)
+    embeddings = Embeddings(services, embedding_calls, batches)
+    scores = Scores(services, generations, embedding_calls, batches)
     responses = Responses(services, chats)
     messages = Messages(services, generations, chats)
     transcriptions = Transcriptions(generations)

@@ -265,6 +265,10 @@ class LlmServices:
         """What every call carries."""
         return self._security.metadata
 
+    def metadata_for(self, caller: Metadata) -> Metadata:
+        """What a call carries that is made for a caller, of whom this says more."""
+        return (*self.metadata, *caller)
+
     @property
     def services(self) -> list[LlmService]:
         """Those that are known now."""
@@ -377,7 +381,7 @@ class LlmServices:
 
     async def _short(self, method: Callable[..., Awaitable[Reply]], request: Message, metadata: Metadata) -> Reply:
         try:
-            return await method(request, timeout=_ANSWER_SECONDS, metadata=(*self.metadata, *metadata))
+            return await method(request, timeout=_ANSWER_SECONDS, metadata=self.metadata_for(metadata))
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from None
 

@@ -16,7 +16,7 @@ from common.errors import InvalidInput, NotFound, TwinlensError, Unavailable
 from gateway.api.fields import Model
 from gateway.everywhere import done_everywhere
 from gateway.kept_adapters import Change, Kept, KeptAdapters, load, unload
-from gateway.request_context import RequestContext, context_of
+from gateway.request_context import context_of
 from gateway.services import LlmService, LlmServices, Metadata
 from gateway.stream import json_answer
 
@@ -66,7 +66,7 @@ class Adapters:
         """Has every service load an adapter. Raises NotEverywhere where only some did."""
         context = context_of(request, "adapters")
         asked = await context.read(LoadRequest)
-        outcomes = await self._to_its_end(self._load(asked, self._metadata(context)))
+        outcomes = await self._to_its_end(self._load(asked, self._services.metadata_for(context.metadata)))
         return self._answer("load", asked, outcomes)
 
     async def unload(self, request: Request) -> Response:
@@ -74,11 +74,8 @@ class Adapters:
         and as `load`."""
         context = context_of(request, "adapters")
         asked = await context.read(UnloadRequest)
-        outcomes = await self._to_its_end(self._unload(asked, self._metadata(context)))
+        outcomes = await self._to_its_end(self._unload(asked, self._services.metadata_for(context.metadata)))
         return self._answer("unload", asked, outcomes)
-
-    def _metadata(self, context: RequestContext) -> tuple[tuple[str, str], ...]:
-        return (*self._services.metadata, *context.metadata)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, Outcomes]) -> Outcomes:
         """What came of a change. A caller who leaves does not end it half way."""

@@ -38,7 +38,7 @@ class Caches:
         context = context_of(request, "caches")
         if not (services := self._services.usable):
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
-        metadata = (*self._services.metadata, *context.metadata)
+        metadata = self._services.metadata_for(context.metadata)
         outcomes = await asyncio.gather(*(asked(service, _flush(metadata)) for service in services))
         forgotten = [
             {"address": service.address, "kv_blocks": reply.kv_blocks, "row_bytes": reply.row_bytes}

@@ -19,7 +19,7 @@ from gateway.api.fields import VLLM_DEFAULTS, Int, Prompt, SamplingFields, Strea
 from gateway.convert import answers, field_names, prompt_inputs, sampling_params
 from gateway.generation import Generations
 from gateway.prompt_logprobs import CollectedLogprobs, collected
-from gateway.prompt_turns import PromptTurns
+from gateway.prompt_turns import PromptBatches
 from gateway.request_context import context_of
 from gateway.services import LlmServices, Metadata
 from gateway.stream import DONE, Chunks, EventStream, Last, json_answer
@@ -183,14 +183,10 @@ class _Asked:
 class Completions:
     """Answers requests for completions of texts and of token ids."""
 
-    def __init__(
-        self, services: LlmServices, generations: Generations, turns: PromptTurns, max_prompts: int, max_bytes: int
-    ) -> None:
+    def __init__(self, services: LlmServices, generations: Generations, batches: PromptBatches) -> None:
         self._services = services
-        self._turns = turns
+        self._batches = batches
         self._generations = generations
-        self._max_prompts = max_prompts
-        self._max_bytes = max_bytes
 
     async def answer(self, request: Request) -> Response:
         """One request, streamed or whole. The choices of the second prompt are numbered from `n` on, and so forth."""
@@ -198,7 +194,7 @@ class Completions:
         asked = await context.read(CompletionRequest)
         bare = asked.add_special_tokens is False
         prompts = await context.made(
-            partial(prompt_inputs.prompts, bare=bare), asked.prompt, self._max_prompts, "prompt"
+            partial(prompt_inputs.prompts, bare=bare), asked.prompt, self._batches.max_prompts, "prompt"
         )
         params = await context.made(sampling_params.sampling, asked)
         if asked.response_format is not None:
@@ -227,7 +223,7 @@ class Completions:
         on_start = context.body_lease.release if len(prompts) == 1 else lambda: None
         sources = [
             field_names.named_by(field_names.names_of(asked), self._generations.events(message, context, on_start))
-            for message in prompt_inputs.within(self._max_bytes, messages)
+            for message in prompt_inputs.within(self._batches.max_bytes, messages)
         ]
         model = self._services.name(asked.model)
         text_of = partial(self._text_of, asked.model or "", context.metadata)
@@ -246,7 +242,7 @@ class Completions:
             sources = [_nothing_new(source) for source in sources]
         if told.tells_prompt_logprobs:
             sources = [collected(*each) for each in zip(sources, (each.logprobs for each in told.prompts), strict=True)]
-        events = self._turns.batch(context, len(prompts)).merged(sources)
+        events = self._batches.turns.batch(context, len(prompts)).merged(sources)
         if asked.stream:
             return EventStream(_chunks(events, told, text_of))
         return await _whole(events, told, text_of)

@@ -19,7 +19,7 @@ from gateway.api.chat_request import Message, TemplateSettings
 from gateway.api.fields import Count, Int, MediaSettings, Prompt, TruncationFields
 from gateway.convert import answers, conversation, prompt_inputs
 from gateway.embedding_calls import EmbeddingCalls
-from gateway.prompt_turns import PromptTurns
+from gateway.prompt_turns import PromptBatches
 from gateway.request_context import RequestContext, context_of
 from gateway.services import LlmServices
 from gateway.stream import list_answer
@@ -88,14 +88,10 @@ class _Embedded:
 class Embeddings:
     """Answers requests for embeddings of texts, token ids and conversations with media."""
 
-    def __init__(
-        self, services: LlmServices, embeddings: EmbeddingCalls, turns: PromptTurns, max_prompts: int, max_bytes: int
-    ) -> None:
+    def __init__(self, services: LlmServices, embeddings: EmbeddingCalls, batches: PromptBatches) -> None:
         self._services = services
-        self._turns = turns
+        self._batches = batches
         self._embeddings = embeddings
-        self._max_prompts = max_prompts
-        self._max_bytes = max_bytes
 
     async def answer(self, request: Request) -> Response:
         """One request: its prompts go out beside each other, some at once, and the first error ends all of them."""
@@ -106,12 +102,12 @@ class Embeddings:
             _message(asked, prompt_inputs.name_of(context.id, number, len(prompts)), prompt)
             for number, prompt in enumerate(prompts.values())
         )
-        going = dict(zip(prompts, prompt_inputs.within(self._max_bytes, messages), strict=True))
+        going = dict(zip(prompts, prompt_inputs.within(self._batches.max_bytes, messages), strict=True))
 
         async def embed(one: tuple[str, llm_pb2.EmbedRequest]) -> _Embedded:
             return await self._embed(one[1], one[0], asked.encoding_format, context)
 
-        found = await self._turns.batch(context, len(going)).each(embed, list(going.items()))
+        found = await self._batches.turns.batch(context, len(going)).each(embed, list(going.items()))
         prompt_tokens, cached = (
             sum(getattr(each.usage, name) for each in found) for name in ("prompt_tokens", "cached_tokens")
         )
@@ -132,11 +128,11 @@ class Embeddings:
         """Each prompt as an input by its name, by where it stands in the body."""
         if asked.input is not None:
             bare = asked.add_special_tokens is False
-            inputs = prompt_inputs.prompts(asked.input, self._max_prompts, "input", bare=bare)
+            inputs = prompt_inputs.prompts(asked.input, self._batches.max_prompts, "input", bare=bare)
             return {_at("input", number, len(inputs)): each for number, each in enumerate(inputs)}
         given: Any = asked.messages
         chats: list[list[Message]] = [given] if isinstance(given[0], Message) else given
-        prompt_inputs.check_prompts(len(chats), self._max_prompts, "messages")
+        prompt_inputs.check_prompts(len(chats), self._batches.max_prompts, "messages")
         found: dict[str, dict[str, Any]] = {}
         for number, messages in enumerate(chats):
             at = _at("messages", number, len(chats))

@@ -25,7 +25,7 @@ from gateway.api.score_request import (
 from gateway.convert import answers, conversation, prompt_inputs
 from gateway.embedding_calls import EmbeddingCalls
 from gateway.generation import Generations
-from gateway.prompt_turns import PromptTurns
+from gateway.prompt_turns import PromptBatches
 from gateway.request_context import RequestContext, context_of
 from gateway.reranker import Judgement, Question, judged, question
 from gateway.services import LlmServices
@@ -45,22 +45,18 @@ class Scores:
         services: LlmServices,
         generations: Generations,
         embeddings: EmbeddingCalls,
-        turns: PromptTurns,
-        max_prompts: int,
-        max_bytes: int,
+        batches: PromptBatches,
     ) -> None:
         self._services = services
         self._generations = generations
         self._embeddings = embeddings
-        self._turns = turns
-        self._max_prompts = max_prompts
-        self._max_bytes = max_bytes
+        self._batches = batches
 
     async def rerank(self, request: Request) -> Response:
         """The documents, nearest first."""
         context = context_of(request, "rerank")
         asked = await context.read(RerankRequest)
-        sides = {"query": asked.query}, _places("documents", asked.documents, self._max_prompts)
+        sides = {"query": asked.query}, _places("documents", asked.documents, self._batches.max_prompts)
         scores, usage = await self._scored(asked, context, sides)
         ranked = sorted(enumerate(scores), key=lambda each: -each[1])[: asked.top_n or None]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in ranked]
@@ -75,7 +71,7 @@ class Scores:
         context = context_of(request, "score")
         asked = await context.read(ScoreRequest)
         names = ("queries", "documents") if asked.text_1 is None else ("text_1", "text_2")
-        one, other = (_places(name, getattr(asked, name), self._max_prompts) for name in names)
+        one, other = (_places(name, getattr(asked, name), self._batches.max_prompts) for name in names)
         if len(one) not in (1, len(other)):
             why = "give one text on the first side, or as many as on the second"
             raise InvalidInput(why, reason="BAD_FIELD", field=names[0])
@@ -103,7 +99,7 @@ class Scores:
         async def embed(number: int) -> llm_pb2.EmbedResponse:
             return await self._embed(messages[number], documents[number][0], context)
 
-        found = await self._turns.batch(context, len(messages)).each(embed, range(len(messages)))
+        found = await self._batches.turns.batch(context, len(messages)).each(embed, range(len(messages)))
         prompt = sum(each.usage.prompt_tokens for each in found)
         usage = answers.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
         vectors = [each.values for each in found]
@@ -118,7 +114,7 @@ class Scores:
         async def judge(asking: Question) -> Judgement:
             return await judged(self._generations, reranker, asking, context)
 
-        found = await self._turns.batch(context, len(questions)).each(judge, questions)
+        found = await self._batches.turns.batch(context, len(questions)).each(judge, questions)
         prompt = sum(each.usage.prompt_tokens for each in found)
         usage = answers.usage_of(prompt, sum(each.usage.cached_tokens for each in found), 0)
         return [each.score for each in found], usage
@@ -134,7 +130,7 @@ class Scores:
                 asking.append(question(asked, f"{name[:120]}-{number}", reranker, *pair))
                 yield asking[-1].request
 
-        list(prompt_inputs.within(self._max_bytes, requests()))
+        list(prompt_inputs.within(self._batches.max_bytes, requests()))
         return asking
 
     def _messages(
@@ -142,7 +138,7 @@ class Scores:
     ) -> list[llm_pb2.EmbedRequest]:
         """What LLM services are asked of each, which comes with where it stands."""
         each = (_embed_request(asked, f"{name[:120]}-{number}", *document) for number, document in enumerate(documents))
-        return list(prompt_inputs.within(self._max_bytes, each))
+        return list(prompt_inputs.within(self._batches.max_bytes, each))
 
     async def _embed(self, message: llm_pb2.EmbedRequest, at: str, context: RequestContext) -> llm_pb2.EmbedResponse:
         try:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from gateway.api.embeddings import Embeddings
 from gateway.dialect import dialect_of
-from gateway.prompt_turns import PromptTurns
+from gateway.prompt_turns import PromptBatches, PromptTurns
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
 from twinlens.v1 import llm_pb2
 
@@ -52,7 +52,7 @@ async def test_others_get_their_turns_between_two_vectors(form: str, written: An
     context = RequestContext("a", (), BodyLease(BodyBudget(1 << 30)), dialect_of("/v1/embeddings"))
     context.body = json.dumps({"input": ["2", "1", "3"], "encoding_format": form}).encode()
     other = asyncio.create_task(others())
-    answer = await Embeddings(services, model, PromptTurns(3, lambda: 3), 4, 1 << 30).answer(
+    answer = await Embeddings(services, model, PromptBatches(PromptTurns(3, lambda: 3), 4, 1 << 30)).answer(
         Request({"type": "http", "headers": [], SCOPE_KEY: context})
     )
     other.cancel()

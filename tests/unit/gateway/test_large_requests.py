@@ -21,7 +21,7 @@ from gateway.api.tokenize import Tokenizer
 from gateway.chat_answers import ChatAnswers
 from gateway.convert import conversation, prompt_inputs
 from gateway.dialect import dialect_of
-from gateway.prompt_turns import PromptTurns
+from gateway.prompt_turns import PromptBatches, PromptTurns
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
 from twinlens.v1 import llm_pb2
 
@@ -61,14 +61,14 @@ class Answering:
 
 MODEL: Any = Answering()
 CHATS = ChatAnswers(SERVICES, MODEL)
-EACH = (PromptTurns(4, lambda: 4), 4, 1 << 30)
+BATCHES = PromptBatches(PromptTurns(4, lambda: 4), 4, 1 << 30)
 QUERY = {"query": "x", "documents": [{"content": "y"}]}
 SURFACES: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat": (Chat(SERVICES, CHATS).answer, CHAT),
-    "completions": (Completions(SERVICES, MODEL, *EACH).answer, {"prompt": "x"}),
-    "embeddings": (Embeddings(SERVICES, MODEL, *EACH).answer, CHAT),
-    "scores": (Scores(SERVICES, MODEL, MODEL, *EACH).rerank, QUERY),
-    "reranker": (Scores(services(reranks=True), MODEL, MODEL, *EACH).rerank, QUERY),
+    "completions": (Completions(SERVICES, MODEL, BATCHES).answer, {"prompt": "x"}),
+    "embeddings": (Embeddings(SERVICES, MODEL, BATCHES).answer, CHAT),
+    "scores": (Scores(SERVICES, MODEL, MODEL, BATCHES).rerank, QUERY),
+    "reranker": (Scores(services(reranks=True), MODEL, MODEL, BATCHES).rerank, QUERY),
     "messages": (Messages(SERVICES, MODEL, CHATS).answer, {**CHAT, "max_tokens": 4}),
     "tokens of messages": (Messages(SERVICES, MODEL, CHATS).count, CHAT),
     "responses": (Responses(SERVICES, CHATS).answer, {"input": "x"}),

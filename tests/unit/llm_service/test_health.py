@@ -184,7 +184,7 @@ async def test_an_encoder_that_answers_nonsense_is_gone_for_now_and_is_asked_aga
     async with replica_of_a_pool(quarantine) as (_, replica):
         replica._connections.stub = SimpleNamespace(GetInfo=nothing, GetLoad=nothing)  # type: ignore[assignment]
         assert await replica._check() is GONE
-        assert "no message" in replica.trouble
+        assert "not one of our messages" in replica.trouble
 
 
 async def test_an_encoder_that_answers_is_not_used_before_streams_can_go_there() -> None:
