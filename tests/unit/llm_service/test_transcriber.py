@@ -84,7 +84,7 @@ def test_turns_are_told_where_the_model_tells_them(tmp_path: Path) -> None:
 
 
 def test_a_picture_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="of a sound"):
+    with pytest.raises(InvalidInput, match="needs a sound"):
         Transcriber().prompt(MediaItem(Modality.IMAGE, Key(b"")))
 
 
