@@ -35,7 +35,7 @@ from llm_service.layers.weight_dtype import W8A8
 from llm_service.model_config.adapter_folder import Adaptable, Adapter, read
 from llm_service.model_config.text import TextConfig
 from llm_service.models.loader import load_decoder
-from llm_service.plan import Chunk, Draw, StepPlan
+from llm_service.plan import Chunk, Draw, StateCopies, StepAdapters, StepPlan
 from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
 from llm_service.worker.memory import appended
@@ -91,7 +91,7 @@ def _print_adapters(folder: Path, contexts: Tensor, dtype: torch.dtype, given: a
     rows: dict[str, list[str]] = {name: [] for name in ("none", *kinds)}
     for runner, plan in _steps(folder, contexts, "numba", "", dtype, adapters, adaptable.max_rank):
         slots = [list(range(first, first + len(plan.chunks))) for first in range(0, len(adapters), count)]
-        plans = [plan, *(structs.replace(plan, adapters=each) for each in slots)]
+        plans = [plan, *(structs.replace(plan, adapters=StepAdapters(slots=each)) for each in slots)]
         alone, *others = _least_in_turns([partial(runner.run, each) for each in plans], given.steps)
         rows["none"].append(f"{1e3 * alone:.1f} ms")
         for kind, seconds in zip(kinds, others, strict=True):
@@ -115,7 +115,7 @@ def _print_drafts(folder: Path, context: Tensor, dtype: torch.dtype, given: argp
         chunks, draws = [Chunk(len(context), count, 0, decodes=True)], [Draw(at=n) for n in range(count)]
         plan = StepPlan(ids.tobytes(), places.tobytes(), chunks, [], draws, slots=slots)
         if slots and count > 1:  # it goes on from a copy, as where drafts may be wrong
-            plan = structs.replace(plan, slots=[1], restored=[(0, 1)])
+            plan = structs.replace(plan, slots=[1], states=StateCopies(before=[(0, 1)]))
         plans.append(plan)
     took = _least_in_turns([partial(runner.run, plan) for plan in plans], given.steps)
     print("| tokens of a step | ms | of one token's | each |\n|---:|---:|---:|---:|")
@@ -162,7 +162,8 @@ def _steps(
     if runner.adapters is not None:
         for number, adapter in enumerate(adapters):
             runner.adapters.load(number, adapter)
-        runner.adapters.begin(StepPlan(b"", b"", [], [], [], filled=[(slot, slot) for slot in range(len(adapters))]))
+        filled = StepAdapters(filled=[(slot, slot) for slot in range(len(adapters))])
+        runner.adapters.begin(StepPlan(b"", b"", [], [], [], adapters=filled))
     for batch in _BATCHES:
         tables = [list(range(n, batch * each, batch)) for n in range(batch)]
         slots = [[row] if runner.caches.state_slots else [] for row in range(batch)]

@@ -153,6 +153,25 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True, gc=False):
     following: int = 0
 
 
+class StateCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copies of states between slots, in order: (from slot, to slot) `before` and `after` the step; `within` it, of
+    those that a chunk passes: (number of the chunk, its tokens up to there, to slot), at multiples of what such a layer
+    computes at once."""
+
+    before: list[tuple[int, int]] = []
+    within: list[tuple[int, int, int]] = []
+    after: list[tuple[int, int]] = []
+
+
+class StepAdapters(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """In which slots adapters are while a step is computed."""
+
+    filled: list[tuple[int, int]] = []
+    """Those that are put there before it: (slot, number of the adapter)."""
+    slots: list[int] = []
+    """Each chunk's slot, -1 for none; empty where no chunk has one."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass over a flattened batch of n tokens. Plans are computed one after the other, in the order they
     were made; each may be made while the one before it is still computed."""
@@ -173,19 +192,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Prompts' tokens whose log-probabilities are asked for."""
     slots: list[int] = []
     """Each chunk's slot of states, for a model whose layers have any. Without context a chunk reads nothing there."""
-    restored: list[tuple[int, int]] = []
-    """States that are copied before the step, in order: (from slot, to slot)."""
-    kept: list[tuple[int, int]] = []
-    """States that are copied after it, likewise."""
-    passed: list[tuple[int, int, int]] = []
-    """States to keep that a chunk passes: (number of the chunk, its tokens up to there, to slot), at multiples of what
-    such a layer computes at once."""
+    states: StateCopies = StateCopies()
+    """Between those slots."""
     appended: list[Appended] = []
     """What block tables have become longer by since the plan before, ahead of anything that is computed."""
-    filled: list[tuple[int, int]] = []
-    """Adapters that are put into slots before the step: (slot, number of the adapter)."""
-    adapters: list[int] = []
-    """Each chunk's slot of an adapter, -1 for none; empty where no chunk has one."""
+    adapters: StepAdapters = StepAdapters()
     proposals: list[Proposal] = []
     """One for each chunk, where a model proposes drafts; nothing is carried over then."""
     greedy: bool = False

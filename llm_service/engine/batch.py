@@ -6,12 +6,23 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from msgspec import structs
 
 from llm_service.engine.sequence import Sequence
-from llm_service.plan import Appended, Chunk, Draw, HiddenSum, PromptLogprobsAsked, Proposal, RowSlice, StepPlan
+from llm_service.plan import (
+    Appended,
+    Chunk,
+    Draw,
+    HiddenSum,
+    PromptLogprobsAsked,
+    Proposal,
+    RowSlice,
+    StateCopies,
+    StepAdapters,
+    StepPlan,
+)
 from llm_service.request import Pooling
 
 
@@ -36,26 +47,6 @@ class Step:
     """Draws that have masks that follow, or may leave no token, which depends on a token of the step before."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateCopies:
-    """Between slots of states, (source, target): `before` and `after` the step. `within` it, of states that a chunk
-    passes: (number of the chunk, its tokens up to there, target)."""
-
-    before: list[tuple[int, int]]
-    within: list[tuple[int, int, int]]
-    after: list[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepAdapters:
-    """In which slots adapters are while a step is computed."""
-
-    filled: list[tuple[int, int]]
-    """Those that are put there before it: (slot, number of the adapter)."""
-    slots: list[int]
-    """Each sequence's slot, -1 for none."""
-
-
 def build(
     work: Mapping[Sequence, int],
     row_bytes: int,
@@ -71,23 +62,13 @@ def build(
     batch = _Batch(row_bytes)
     for sequence, count in work.items():
         batch.add(sequence, count)
-    plan = batch.plan(appended)
-    if copies is not None:
-        slots = [sequence.table.slot for sequence in work]
-        plan = structs.replace(plan, slots=slots, restored=copies.before, passed=copies.within, kept=copies.after)
-    if adapters is not None:
-        plan = structs.replace(plan, filled=adapters.filled, adapters=adapters.slots)
-    if proposals is not None:
-        plan = structs.replace(plan, proposals=[_proposal(*each, proposals) for each in work.items()])
-    return Step(
-        plan,
+    return batch.step(
         list(work.items()),
-        drawing=batch.drawing,
-        prompt_logprobs=batch.prompt_logprobs,
-        prefill=batch.prefill,
-        pooling=batch.pooling,
-        embedded=batch.embedded,
-        unsettled=batch.unsettled,
+        slots=[] if copies is None else [sequence.table.slot for sequence in work],
+        appended=appended,
+        states=copies or StateCopies(),
+        adapters=adapters or StepAdapters(),
+        proposals=[] if proposals is None else [_proposal(*each, proposals) for each in work.items()],
     )
 
 
@@ -105,12 +86,12 @@ class _Batch:
         self._carried: list[tuple[int, int]] = []
         self._prompt_logprobs: list[PromptLogprobsAsked] = []
         self._pools: list[HiddenSum] = []
-        self.drawing: list[Sequence] = []
-        self.prompt_logprobs: list[tuple[Sequence, int]] = []
-        self.prefill: list[tuple[Sequence, int, int]] = []
-        self.pooling: list[tuple[Sequence, int]] = []
-        self.embedded: list[Sequence] = []
-        self.unsettled: list[tuple[Sequence, Draw]] = []
+        self._drawing: list[Sequence] = []
+        self._whose_logprobs: list[tuple[Sequence, int]] = []
+        self._prefill: list[tuple[Sequence, int, int]] = []
+        self._pooling: list[tuple[Sequence, int]] = []
+        self._embedded: list[Sequence] = []
+        self._unsettled: list[tuple[Sequence, Draw]] = []
 
     def add(self, sequence: Sequence, count: int) -> None:
         """The next `count` tokens of a sequence, drafts included, and what is asked for behind them."""
@@ -125,14 +106,14 @@ class _Batch:
         else:
             self._positions.window(_positions(sequence, count))
             self._token_ids.extend(sequence.tokens[begin:end])
-            self.prefill.append((sequence, begin, count))
+            self._prefill.append((sequence, begin, count))
         answered = max(0, end - sequence.prompt_tokens)
         self._chunks.append(Chunk(begin, count, sequence.table.row, decodes, min(count, answered), answered))
         if sequence.num_tokens_with_logprobs < sequence.prompt_tokens and (
             asked := _prompt_logprobs_of(sequence, count, at)
         ):
             self._prompt_logprobs.append(asked)
-            self.prompt_logprobs.append((sequence, begin + asked.at - at + 1))
+            self._whose_logprobs.append((sequence, begin + asked.at - at + 1))
         if sequence.pooling is not None:
             self._pool(sequence, sequence.pooling, begin, end, at)
         elif end == len(sequence.tokens) + len(sequence.drafts):
@@ -147,9 +128,9 @@ class _Batch:
     def _pool(self, sequence: Sequence, pooling: Pooling, begin: int, end: int, at: int) -> None:
         if asked := _pool(pooling, begin, end, sequence.prompt_tokens, at):
             self._pools.append(asked)
-            self.pooling.append((sequence, sequence.num_starts))
+            self._pooling.append((sequence, sequence.num_starts))
         if end == sequence.prompt_tokens:
-            self.embedded.append(sequence)
+            self._embedded.append(sequence)
 
     def _draw(self, sequence: Sequence, last: int) -> None:
         """A token behind the last known one, which stands at place `last` but for the drafts behind it, and each of
@@ -159,13 +140,13 @@ class _Batch:
         for ahead in range(len(sequence.drafts) + 1):
             draw = _draw(sequence, last - len(sequence.drafts) + ahead, ahead)
             self._draws.append(draw)
-            self.drawing.append(sequence)
+            self._drawing.append(sequence)
             if draw.mask_follows or (draw.banned_behind and sequence.sampling.allowed_mask):
-                self.unsettled.append((sequence, draw))
+                self._unsettled.append((sequence, draw))
 
-    def plan(self, appended: list[Appended]) -> StepPlan:
-        """All that was added, and what tables became longer by."""
-        return StepPlan(
+    def step(self, work: list[tuple[Sequence, int]], **more: Any) -> Step:
+        """All that was added, with `more` of what a plan says."""
+        plan = StepPlan(
             self._token_ids.tobytes(),
             self._positions.packed(),
             self._chunks,
@@ -173,9 +154,19 @@ class _Batch:
             self._draws,
             self._carried,
             self._prompt_logprobs,
-            appended=appended,
             whole=self._whole,
             pools=self._pools,
+            **more,
+        )
+        return Step(
+            plan,
+            work,
+            self._drawing,
+            self._whose_logprobs,
+            self._prefill,
+            self._pooling,
+            self._embedded,
+            self._unsettled,
         )
 
 

@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 
 from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_number
 from llm_service.engine.adapter_slots import AdapterSlots
-from llm_service.engine.batch import StateCopies, Step, StepAdapters, build
+from llm_service.engine.batch import Step, build
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.finish import dead_end, finish_reason, never_at_once, never_whole, resumed_end
 from llm_service.engine.limits import SchedulerLimits
@@ -26,7 +26,7 @@ from llm_service.engine.sequence import Sequence
 from llm_service.engine.state_slots import Place
 from llm_service.engine.step_cap import StepCap
 from llm_service.engine.step_pace import StepPace
-from llm_service.plan import StepResult
+from llm_service.plan import StateCopies, StepAdapters, StepResult
 from llm_service.request import SamplingParams
 
 

@@ -118,12 +118,12 @@ class RankAdapters:
 
     def begin(self, plan: StepPlan) -> None:
         """Fills the slots that a plan fills, and has its rows go through those that it names."""
-        for slot, number in plan.filled:
+        for slot, number in plan.adapters.filled:
             self._fill(slot, self._loaded[number])
-        if not plan.adapters:
+        if not plan.adapters.slots:
             self._rows.clear()
             return
-        rows = np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])
+        rows = np.repeat(plan.adapters.slots, [chunk.count for chunk in plan.chunks])
         self._rows.use(rows, np.arange(len(rows)) if plan.prompt_logprobs else np.array(plan.wanted))
 
     def _fill(self, slot: int, partitions: Mapping[PackedLinear, Mapping[str, LowRank]]) -> None:

@@ -146,9 +146,9 @@ class Caches:
         spans: Sequence[Span] = (),
         metadata: AttentionMetadata | None = None,
     ) -> list[Any]:
-        """What each layer's mixer takes of a step: `slots` and `passed` as a plan has them, and the spans of the batch,
-        [begin, end) each, whose tokens see each other in layers that are of that kind. In all others back ends that
-        follow metadata (`follows_metadata`) take those of these chunks, where they are given."""
+        """What each layer's mixer takes of a step: `slots` as a plan has them, `passed` as its `states.within`, and the
+        spans of the batch, [begin, end) each, whose tokens see each other in layers that are of that kind. In all
+        others back ends that follow metadata (`follows_metadata`) take those of these chunks, where they are given."""
         made: dict[CacheSpec, Any] = {}
         for spec, layers in self.paged.items():
             if spans and spec.kind.sight.spans is not SpanRule.NOWHERE:

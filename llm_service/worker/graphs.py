@@ -258,10 +258,10 @@ class Graph:
         """What `GraphRunner.replay` needs of a plan on the device."""
         moved = [self.numbers.of(batch, positions, rows)]
         if self.states:
-            segments = Segment.of(plan.chunks, plan.slots, plan.passed)
+            segments = Segment.of(plan.chunks, plan.slots, plan.states.within)
             moved += [states.numbers(segments) for states in self.states]
         if self.adapters is not None:
-            moved.append(self.adapters.numbers(np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])))
+            moved.append(self.adapters.numbers(np.repeat(plan.adapters.slots, [chunk.count for chunk in plan.chunks])))
         return moved
 
     @property

@@ -70,11 +70,11 @@ class HfAdapters:
 
     def begin(self, plan: StepPlan) -> None:
         """See `RankAdapters`."""
-        for slot, number in plan.filled:
+        for slot, number in plan.adapters.filled:
             self._slots[slot] = self._loaded[number]
         self._rows, self._count = [], plan.tokens
-        if plan.adapters:
-            of_row = np.repeat(plan.adapters, [chunk.count for chunk in plan.chunks])
+        if plan.adapters.slots:
+            of_row = np.repeat(plan.adapters.slots, [chunk.count for chunk in plan.chunks])
             found = [(int(slot), np.flatnonzero(of_row == slot)) for slot in np.unique(of_row) if slot >= 0]
             self._rows = [(slot, torch.from_numpy(rows).to(self._device)) for slot, rows in found]
 

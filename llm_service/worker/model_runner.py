@@ -278,7 +278,7 @@ class ModelRunner:
             self.adapters.begin(plan)
         graph: Graph | None = None
         if self.graphs is not None and not self._spans(plan):
-            graph = self.graphs.find(plan.chunks, deep=deep, adapted=bool(plan.adapters))
+            graph = self.graphs.find(plan.chunks, deep=deep, adapted=bool(plan.adapters.slots))
         if self.host_cache is not None:
             self.host_cache.offload(plan.offloaded)
             self.host_cache.load(plan.loaded)
@@ -290,7 +290,7 @@ class ModelRunner:
             deepstack = deepstack.taking_first(hidden)
         if isinstance(self._decoder, DraftHead) and previous is not None:
             hidden = self._decoder.join(hidden, previous)
-        self.caches.copy_states(plan.restored)
+        self.caches.copy_states(plan.states.before)
         if graph is not None:
             assert self.graphs is not None
             assert moved.batch is not None, "back ends of graphs follow metadata"
@@ -299,7 +299,7 @@ class ModelRunner:
             out = out if moved.places is None else out[moved.places]
         else:
             out = self._eager(plan, moved, hidden, deepstack, token_ids)
-        self.caches.copy_states(plan.kept)
+        self.caches.copy_states(plan.states.after)
         extracted = out
         if out.shape[1] > (size := self._decoder.hidden_size):
             out, extracted = out[:, :size], out[:, size:]
@@ -395,7 +395,7 @@ class ModelRunner:
             rows, *arrays = moved.read
             metadata = AttentionMetadata.over(moved.batch, arrays, self._tables.gather(rows, moved.batch.longest))
         chunks, spans = self._tables.chunks(plan.chunks), self._spans(plan)
-        return self.caches.batches(chunks, plan.slots, plan.passed, spans, metadata)
+        return self.caches.batches(chunks, plan.slots, plan.states.within, spans, metadata)
 
     def _at_places(self, plan: StepPlan) -> list[Any] | None:
         """What layers that share keys and values take of a step whose wanted places are fewer than its tokens: these.

@@ -132,9 +132,11 @@ class Hashes:
         rows = self._rows(plan)
         states: list[int] = []
         self._tables.append(plan.appended)
-        self._adapter_slots |= {slot: int.from_bytes(self.adapters[number][:8]) for slot, number in plan.filled}
+        self._adapter_slots |= {
+            slot: int.from_bytes(self.adapters[number][:8]) for slot, number in plan.adapters.filled
+        }
         for number, chunk in enumerate(plan.chunks):
-            slot = plan.adapters[number] if plan.adapters else -1
+            slot = plan.adapters.slots[number] if plan.adapters.slots else -1
             adapter = self._adapter_slots[slot] if slot >= 0 else 0
             blocks = self._tables.numbers[chunk.row].tolist()
             state = self._slots[self._slot(blocks, chunk.context - 1)] if chunk.context else 0

@@ -103,17 +103,17 @@ class HashExecutor:
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1).tolist()
         rows, whole = self._rows(plan.rows), dict(plan.whole)
         hashes: list[int] = []
-        for source, target in plan.restored:
+        for source, target in plan.states.before:
             self.states[target] = self.states[source]
         for each in plan.appended:
             before = self.tables[each.row] if each.begin else []
             assert len(before) == each.begin, "a table goes on where it ended"
             self.tables[each.row] = [*before, *array("i", each.blocks)]
-        for slot, adapter in plan.filled:
+        for slot, adapter in plan.adapters.filled:
             self.adapters[slot] = adapter
         for number, chunk in enumerate(plan.chunks):
             blocks = self.tables[chunk.row]
-            slot = plan.adapters[number] if plan.adapters else -1
+            slot = plan.adapters.slots[number] if plan.adapters.slots else -1
             adapter = self.adapters[slot] if slot >= 0 else 0
             assert len(blocks) * self.block_size >= chunk.context + chunk.count
             first = chunk.context
@@ -129,10 +129,12 @@ class HashExecutor:
                 before = _extend(before, tokens[at], rows.pop(at, -1), adapter, self._turn(chunk, n))
                 self.slots[self._slot(blocks, index)] = before
                 hashes.append(before)
-                self.states |= {slot: before for owner, count, slot in plan.passed if (owner, count) == (number, n + 1)}
+                self.states |= {
+                    slot: before for owner, count, slot in plan.states.within if (owner, count) == (number, n + 1)
+                }
             if plan.slots:
                 self.states[plan.slots[number]] = before
-        for source, target in plan.kept:
+        for source, target in plan.states.after:
             self.states[target] = self.states[source]
         assert len(hashes) == len(tokens)
         assert not rows, "rows for places that are not in the batch"

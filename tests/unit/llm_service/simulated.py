@@ -457,8 +457,8 @@ class Simulation:
                 assert rule.may_begin_in_run or not within, "a chunk begins within a run"
         adapters = [sequence.adapter for sequence, _ in step.work]
         assert len({*adapters} - {0}) <= self.limits.max_loras
-        assert bool(step.plan.adapters) == any(adapters), "who has no adapter hears of none"
-        assert [slot >= 0 for slot in step.plan.adapters] == [each > 0 for each in adapters if step.plan.adapters]
+        assert bool(step.plan.adapters.slots) == any(adapters), "who has no adapter hears of none"
+        assert [slot >= 0 for slot in step.plan.adapters.slots] == [each > 0 for each in adapters if any(adapters)]
         self.scheduler.adapter_slots.check_integrity()
 
     def _take(self, token: Token) -> None:

@@ -36,7 +36,7 @@ from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.text import text_alone
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
-from llm_service.plan import Draw, HiddenSum, Proposal, RowSlice
+from llm_service.plan import Draw, HiddenSum, Proposal, RowSlice, StepAdapters
 from llm_service.settings import CacheDtype
 from llm_service.worker import capture_watch, gpu_sampler, model_runner, sampler
 from llm_service.worker import host_cache as host_caches
@@ -135,7 +135,9 @@ def check_steps(runner: ModelRunner, draws: list[Draw], adapters: list[int] | No
     assert runner.graphs is not None
     for name, chunks in STEPS.items():
         rows = [RowSlice(2, 0, 5)] if chunks[0][0] == 0 else []
-        plan = msgspec.structs.replace(step(chunks), rows=rows, draws=draws, slots=[0, 1], adapters=adapters or [])
+        plan = msgspec.structs.replace(
+            step(chunks), rows=rows, draws=draws, slots=[0, 1], adapters=StepAdapters(slots=adapters or [])
+        )
         replays = runner.graphs.replays
         with OnHost() as watch:
             runner.launch(plan)
@@ -236,7 +238,7 @@ def check_filling(runner: ModelRunner, adapters: RankAdapters) -> None:
     for filled in ([], [(0, 1)]):
         sizes = mock.patch("llm_service.worker.adapters._bytes_of", lambda half: np.empty(half.nbytes, np.uint8))
         with sizes, mock.patch.object(LowRank, "ordered", lambda pair, _: pair), OnHost() as watch:
-            runner.launch(msgspec.structs.replace(plan, adapters=[0, -1], filled=filled))
+            runner.launch(msgspec.structs.replace(plan, adapters=StepAdapters(filled, [0, -1])))
         seen.append(watch.seen)
     assert seen[1] == ["empty", "copy_", *seen[0]]
 

@@ -278,10 +278,10 @@ def test_of_many_turns_states_behind_the_first_and_the_last_are_kept_as_they_are
     engine.submit(order(prompt))
     first = engine.step()
     assert first is not None
-    assert [(number, place) for number, place, _ in first.plan.passed] == [
+    assert [(number, place) for number, place, _ in first.plan.states.within] == [
         (0, place) for place in (16, 32, 272, 288, 304, 312)
     ]
-    assert (first.plan.tokens, len(first.plan.kept)) == (320, 1), "none of them ends the chunk"
+    assert (first.plan.tokens, len(first.plan.states.after)) == (320, 1), "none of them ends the chunk"
     engine.drain()
     assert engine.scheduler.state().state_snapshots == 7
 
@@ -293,7 +293,7 @@ def test_a_chunk_that_begins_between_two_multiples_ends_where_a_state_is_kept() 
     ends = []
     while (step := engine.step()) is not None:
         ends += [begin + count for sequence, begin, count in step.prefill if sequence.id == 2]
-        assert all(count % 8 == 0 for _, count, _ in step.plan.passed)
+        assert all(count % 8 == 0 for _, count, _ in step.plan.states.within)
     assert {24, 34} <= set(ends)
     assert cached(engine, order([*text(24, 1), EOS, *text(9, 3)])) == 24
     engine.drain()
