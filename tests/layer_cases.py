@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm_service.families.family import AttentionRules, Family, Mixer, NormRules, RopeRules
+from llm_service.families.family import AttentionRules, Family, Mixer, NormRules, OutputGate, QkNorm, RopeRules
 from llm_service.layers.linear import Stored
 from llm_service.model_config.rotary import RotaryConfig
 from llm_service.model_config.text import TextConfig
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 }
 FAMILY = Family(
     {},
-    attention=AttentionRules(qk_norm=True, output_gate=True),
+    attention=AttentionRules(qk_norm=QkNorm(), output_gate=OutputGate.FUSED),
     norms=NormRules(zero_centred=True),
     rope=RopeRules(partial_factor=0.25),
 )

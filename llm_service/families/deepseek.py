@@ -6,7 +6,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_service.families.family import FULL, INDEXED, SLIDING, Family, LatentRules, Mixer, MoeRules, RopeRules
+from llm_service.families.family import (
+    FULL,
+    INDEXED,
+    SLIDING,
+    Family,
+    LatentRules,
+    Mixer,
+    MoeRules,
+    OutputGate,
+    RopeRules,
+)
 
 DEEPSEEK_V3_TEXT = Family(
     {},
@@ -18,7 +28,7 @@ DEEPSEEK_V3_TEXT = Family(
 MISTRAL4_TEXT = replace(DEEPSEEK_V3_TEXT, moe=replace(DEEPSEEK_V3_TEXT.moe, grouped=False))
 DOTS3_TEXT = replace(
     DEEPSEEK_V3_TEXT,
-    attention=replace(DEEPSEEK_V3_TEXT.attention, head_gates=True),
+    attention=replace(DEEPSEEK_V3_TEXT.attention, output_gate=OutputGate.PER_HEAD),
     latent=replace(DEEPSEEK_V3_TEXT.latent, norm_eps=None, scaled=True, normed_rope_key=True),
     checkpoint=replace(DEEPSEEK_V3_TEXT.checkpoint, text_defaults={"use_sliding_window": True}),
     mixers={

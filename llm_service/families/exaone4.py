@@ -9,12 +9,13 @@ from llm_service.families.family import (
     Family,
     LayerNorms,
     NormRules,
+    QkNorm,
     RopeRules,
 )
 
 EXAONE4_TEXT = Family(
     {},
-    attention=AttentionRules(qk_norm=True),
+    attention=AttentionRules(qk_norm=QkNorm()),
     norms=NormRules(
         names=LayerNorms(
             mixer_in="",

@@ -164,6 +164,23 @@ class PromptRules:
     """What else stands in a prompt with items, where that is not what the tokenizer puts before any text."""
 
 
+class OutputGate(Enum):
+    """A gate behind attention: for each number of each head, projected with the queries or apart, or one a head."""
+
+    NONE = "none"
+    FUSED = "projected with the queries"
+    SEPARATE = "projected apart"
+    PER_HEAD = "one for each head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkNorm:
+    """Norms of queries and keys; `local_only`: in layers with a window or chunks alone."""
+
+    weights: bool = True
+    local_only: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRules:
     """What attention has."""
@@ -172,20 +189,12 @@ class AttentionRules:
     """Queries, keys and values have biases."""
     fused_qkv: bool = False
     """Checkpoints have queries, keys and values as one matrix."""
-    qk_norm: bool = False
-    """Each head of queries and keys is normed before it is rotated."""
-    weightless_qk_norm: bool = False
-    """Those norms have no weights."""
-    local_qk_norm: bool = False
-    """Only local layers, those with a window or chunks, have those norms."""
+    qk_norm: QkNorm | None = None
+    """How each head of queries and keys is normed before it is rotated; None: it is not."""
     value_norm: bool = False
     """Each head of values is normed, without a weight."""
-    output_gate: bool = False
-    """Each head of queries has a gate for what is attended to, number by number."""
-    separate_gate: bool = False
-    """That gate has a projection of its own."""
-    head_gates: bool = False
-    """A head has one gate for all that it attends to."""
+    output_gate: OutputGate = OutputGate.NONE
+    """What multiplies what a head attends to."""
     sinks: bool = False
     """Each head has a score of something that nobody attends to."""
 

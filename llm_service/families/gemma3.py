@@ -9,6 +9,7 @@ from llm_service.families.family import (
     Family,
     LayerNorms,
     NormRules,
+    QkNorm,
     VocabularyRules,
 )
 
@@ -59,7 +60,7 @@ GEMMA2_TEXT = Family(
 )
 GEMMA3_TEXT = Family(
     {},
-    attention=AttentionRules(qk_norm=True),
+    attention=AttentionRules(qk_norm=QkNorm()),
     norms=NormRules(names=_FOUR_NORMS, zero_centred=True),
     vocabulary=VocabularyRules(scaled_embeddings=True),
     checkpoint=CheckpointNames(

@@ -14,13 +14,14 @@ from llm_service.families.family import (
     LayerRules,
     MoeRules,
     NormRules,
+    QkNorm,
     VocabularyRules,
 )
 from llm_service.families.gemma3 import GEMMA3_TEXT
 
 GEMMA3N_TEXT = Family(
     {},
-    attention=AttentionRules(qk_norm=True, value_norm=True),
+    attention=AttentionRules(qk_norm=QkNorm(), value_norm=True),
     norms=NormRules(names=GEMMA3_TEXT.norms.names, float32_weights=True),
     vocabulary=VocabularyRules(media_by_token=True, scaled_embeddings=True),
     checkpoint=CheckpointNames(text_defaults={"query_pre_attn_scalar": 1, "use_sliding_window": True}),
@@ -28,7 +29,7 @@ GEMMA3N_TEXT = Family(
 )
 GEMMA4_TEXT = Family(
     {},
-    attention=AttentionRules(qk_norm=True, value_norm=True),
+    attention=AttentionRules(qk_norm=QkNorm(), value_norm=True),
     norms=NormRules(names=GEMMA3_TEXT.norms.names, float32_weights=True),
     moe=MoeRules(kind=FeedForwardKind.BOTH),
     layers=LayerRules(scalars=True),

@@ -6,11 +6,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llm_service.families.deepseek import DEEPSEEK_V3_TEXT
-from llm_service.families.family import FULL, INDEXED, AttentionRules, CheckpointNames, Family, Mixer
+from llm_service.families.family import (
+    FULL,
+    INDEXED,
+    AttentionRules,
+    CheckpointNames,
+    Family,
+    Mixer,
+    OutputGate,
+    QkNorm,
+)
 
 HUNYUAN_TEXT = Family(
     {},
-    attention=AttentionRules(qk_norm=True),
+    attention=AttentionRules(qk_norm=QkNorm()),
     checkpoint=CheckpointNames(
         text_defaults={"rms_norm_eps": 1e-5}, part_names={"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
     ),
@@ -18,7 +27,7 @@ HUNYUAN_TEXT = Family(
 )
 HUNYUAN4_TEXT = replace(
     DEEPSEEK_V3_TEXT,
-    attention=replace(DEEPSEEK_V3_TEXT.attention, output_gate=True, separate_gate=True, sinks=True),
+    attention=replace(DEEPSEEK_V3_TEXT.attention, output_gate=OutputGate.SEPARATE, sinks=True),
     latent=replace(DEEPSEEK_V3_TEXT.latent, norm_eps=None),
     indexer=replace(DEEPSEEK_V3_TEXT.indexer, norm_eps=None, rope_last=True),
     rope=replace(DEEPSEEK_V3_TEXT.rope, mrope_interleaved=True),

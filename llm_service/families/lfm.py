@@ -13,6 +13,8 @@ from llm_service.families.family import (
     LayerNorms,
     Mixer,
     NormRules,
+    OutputGate,
+    QkNorm,
 )
 
 _FEED_FORWARD = {
@@ -23,7 +25,7 @@ _FEED_FORWARD = {
 
 LFM2 = Family(
     {},
-    attention=AttentionRules(qk_norm=True),
+    attention=AttentionRules(qk_norm=QkNorm()),
     norms=NormRules(names=LayerNorms("operator_norm", "ffn_norm")),
     checkpoint=CheckpointNames(
         text_defaults={
@@ -46,7 +48,7 @@ LFM2 = Family(
 )
 LFM3 = replace(
     LFM2,
-    attention=replace(LFM2.attention, head_gates=True),
+    attention=replace(LFM2.attention, output_gate=OutputGate.PER_HEAD),
     norms=replace(LFM2.norms, names=LayerNorms("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm")),
     checkpoint=replace(
         LFM2.checkpoint,

@@ -12,12 +12,13 @@ from llm_service.families.family import (
     FeedForwardKind,
     Mixer,
     MoeRules,
+    QkNorm,
     RopeRules,
 )
 
 LLAMA4_TEXT = Family(
     {},
-    attention=AttentionRules(qk_norm=True, weightless_qk_norm=True, local_qk_norm=True),
+    attention=AttentionRules(qk_norm=QkNorm(weights=False, local_only=True)),
     rope=RopeRules(interleaved=True, local_only=True),
     moe=MoeRules(kind=FeedForwardKind.SCALED_EXPERTS, inputs_first=True, ungated_shared=True),
     checkpoint=CheckpointNames(

@@ -13,6 +13,8 @@ from llm_service.families.family import (
     LayerNorms,
     Mixer,
     NormRules,
+    OutputGate,
+    QkNorm,
     RopeRules,
     VocabularyRules,
 )
@@ -20,7 +22,7 @@ from llm_service.families.gemma3 import GEMMA3_TEXT
 
 MUSE_GLIMMER_TEXT = Family(
     {},
-    attention=AttentionRules(qk_norm=True, weightless_qk_norm=True, output_gate=True, separate_gate=True),
+    attention=AttentionRules(qk_norm=QkNorm(weights=False), output_gate=OutputGate.SEPARATE),
     norms=NormRules(names=GEMMA3_TEXT.norms.names, zero_centred=True, plain_final=True),
     rope=RopeRules(local_only=True),
     vocabulary=VocabularyRules(normed_embeddings=True, logit_scale="output_multiplier"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from llm_service.families.family import AttentionRules, Family, Mixer, NormRules, RopeRules
+from llm_service.families.family import AttentionRules, Family, Mixer, NormRules, OutputGate, QkNorm, RopeRules
 from llm_service.families.qwen3_vl import MODALITIES
 
 QWEN3_5 = Family(
     MODALITIES,
-    attention=AttentionRules(qk_norm=True, output_gate=True),
+    attention=AttentionRules(qk_norm=QkNorm(), output_gate=OutputGate.FUSED),
     norms=NormRules(zero_centred=True),
     rope=RopeRules(mrope_interleaved=True, partial_factor=0.25),
     mixers={"full_attention": Mixer.ATTENTION, "linear_attention": Mixer.GATED_DELTA_NET},

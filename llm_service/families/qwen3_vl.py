@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from common.media.item import Header, Modality
-from llm_service.families.family import AttentionRules, Family, InPrompt, RopeRules, Rows, SpecialToken
+from llm_service.families.family import AttentionRules, Family, InPrompt, QkNorm, RopeRules, Rows, SpecialToken
 
 _START, _END = "vision_start_token_id", "vision_end_token_id"
 
@@ -26,4 +26,4 @@ MODALITIES = {
     Modality.IMAGE: InPrompt("image_token_id"),
     Modality.VIDEO: InPrompt("video_token_id", expand=_frames_apart, marks=(_START, _END)),
 }
-QWEN3_VL = Family(MODALITIES, attention=AttentionRules(qk_norm=True), rope=RopeRules(mrope_interleaved=True))
+QWEN3_VL = Family(MODALITIES, attention=AttentionRules(qk_norm=QkNorm()), rope=RopeRules(mrope_interleaved=True))

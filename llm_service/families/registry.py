@@ -22,6 +22,7 @@ from llm_service.families.family import (
     Mixer,
     MlpRules,
     MoeRules,
+    QkNorm,
     RopeRules,
 )
 from llm_service.families.gemma3 import GEMMA2_TEXT, GEMMA3_TEXT, GEMMA_TEXT
@@ -110,7 +111,7 @@ TEXT_FAMILIES: Final = {
     "mistral": Family({}, checkpoint=CheckpointNames(text_defaults={"use_sliding_window": True}), mixers=WINDOWED),
     "mistral4": MISTRAL4_TEXT,
     "mistral_large4_text": MISTRAL_LARGE4_TEXT,
-    "molmo2_text": Family({}, attention=AttentionRules(qk_norm=True)),
+    "molmo2_text": Family({}, attention=AttentionRules(qk_norm=QkNorm())),
     "muse_glimmer_text": MUSE_GLIMMER_TEXT,
     "muse_spark_text": MUSE_SPARK_TEXT,
     "nemotron_h": NEMOTRON_H,
@@ -120,10 +121,12 @@ TEXT_FAMILIES: Final = {
     "phi4_multimodal": PHI_TEXT,
     "qwen2": Family({}, attention=AttentionRules(bias=True)),
     "qwen2_5_omni_text": QWEN2_5_VL,
-    "qwen3": Family({}, attention=AttentionRules(qk_norm=True)),
+    "qwen3": Family({}, attention=AttentionRules(qk_norm=QkNorm())),
     "qwen3_5_text": QWEN3_5,
     "qwen3_moe": Family(
-        {}, attention=AttentionRules(qk_norm=True), checkpoint=CheckpointNames(text_defaults={"norm_topk_prob": False})
+        {},
+        attention=AttentionRules(qk_norm=QkNorm()),
+        checkpoint=CheckpointNames(text_defaults={"norm_topk_prob": False}),
     ),
     "qwen3_omni_moe_text": QWEN3_VL,
     "qwen3_vl_moe_text": QWEN3_VL,

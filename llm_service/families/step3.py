@@ -13,11 +13,13 @@ from llm_service.families.family import (
     Mixer,
     MoeRules,
     NormRules,
+    OutputGate,
+    QkNorm,
 )
 
 STEP3_TEXT = Family(
     {},
-    attention=AttentionRules(qk_norm=True, head_gates=True),
+    attention=AttentionRules(qk_norm=QkNorm(), output_gate=OutputGate.PER_HEAD),
     norms=NormRules(zero_centred=True),
     moe=MoeRules(grouped=True, ungated_shared=True),
     checkpoint=CheckpointNames(
@@ -28,7 +30,7 @@ STEP3_TEXT = Family(
 )
 MINIMAX_M3_TEXT = replace(
     STEP3_TEXT,
-    attention=replace(STEP3_TEXT.attention, head_gates=False),
+    attention=replace(STEP3_TEXT.attention, output_gate=OutputGate.NONE),
     mlp=replace(STEP3_TEXT.mlp, fused_gate_up=True),
     checkpoint=replace(
         STEP3_TEXT.checkpoint, text_defaults={}, part_names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

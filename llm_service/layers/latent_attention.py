@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from llm_service.families.family import LayerKind
+from llm_service.families.family import LayerKind, OutputGate
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
 from llm_service.layers.attention.torch_backend import TorchBatch
 from llm_service.layers.cache_spec import IndexedKV, PagedKV
@@ -90,9 +90,9 @@ class LatentAttention(nn.Module):
             self.rotated_norm = norm(shape.rotated, stored_as="k_rope_only_layernorm", order=pairs)
         self.products = LatentProducts(shape, heads, group, dtype)
         self.head_gates: PackedLinear | None = None
-        if config.family.attention.head_gates:  # few
+        if config.family.attention.output_gate is OutputGate.PER_HEAD:  # few
             self.head_gates = linear(whole, {"g_proj": own}, rounds=False)
-        elif config.family.attention.output_gate:
+        elif config.family.attention.output_gate is not OutputGate.NONE:
             self.head_gates = linear(whole, {"gate_proj": _rows(own, shape.value)})
         self.sinks = HeadSinks(own) if config.family.attention.sinks else None
         self.o = linear(_rows(own, shape.value), {"o_proj": whole})

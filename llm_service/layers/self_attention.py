@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from llm_service.families.family import LayerKind
+from llm_service.families.family import LayerKind, OutputGate
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, SharedKV
 from llm_service.layers.elementwise import sigmoid
@@ -39,17 +39,16 @@ class SelfAttention(nn.Module):
         shape = config.head_shape(kind)
         self.head_dim, self.eps, self._keys_as_values = shape.head_dim, config.norm_eps, shape.keys_as_values
         shared, own = group.kv_partition(shape.kv_heads), group.partition(config.heads_of(kind))
-        self.heads, self.kv_heads, self.has_gates = length(own), length(shared), family.attention.output_gate
+        self.heads, self.kv_heads, gate = length(own), length(shared), family.attention.output_gate
+        self.has_gates, self._fuses_gates = gate in (OutputGate.FUSED, OutputGate.SEPARATE), gate is OutputGate.FUSED
         self.all_kv_heads, self.kv_partition = shape.kv_heads, shared
-        self._gates_apart = family.attention.separate_gate
         self.new_keys = self.kv_heads if kind.keys_of is None else 0
         query, key = _elements(own, self.head_dim), _elements(shared, self.head_dim)
         whole, inputs = slice(0, config.hidden_size), self._inputs(config)
-        within = self.has_gates and not self._gates_apart
-        parts = {"q_proj": _elements(own, 2 * self.head_dim) if within else query}
+        parts = {"q_proj": _elements(own, 2 * self.head_dim) if self._fuses_gates else query}
         if self.new_keys:
             parts |= {"k_proj": key} if self._keys_as_values else {"k_proj": key, "v_proj": key}
-        if self.has_gates and not within:
+        if gate is OutputGate.SEPARATE:
             parts |= {"gate_proj": query}
         stacked: dict[str, slice | tuple[slice, ...]] = {**parts}
         if family.attention.fused_qkv:
@@ -60,10 +59,11 @@ class SelfAttention(nn.Module):
         self.qkv = PackedLinear(inputs, stacked, bias=bias, dtype=dtype, order=order)
         self.o = SummedLinear(query, {"o_proj": whole}, group, bias=family.layers.output_biases, dtype=dtype)
         self.head_gates: PackedLinear | None = None
-        if family.attention.head_gates:  # few
+        if gate is OutputGate.PER_HEAD:  # few
             self.head_gates = PackedLinear(inputs, {"g_proj": own}, bias=False, dtype=dtype, rounds=False)
 
-        kept = PlainNorm if family.attention.weightless_qk_norm else RMSNorm
+        rule = family.attention.qk_norm
+        kept = PlainNorm if rule is not None and not rule.weights else RMSNorm
         norm, normed = partial(kept.of, config, self.head_dim, dtype), config.norms_heads(kind)
         self.q_norm: nn.Module = norm() if normed else nn.Identity()
         self.k_norm: nn.Module = norm() if normed and self.new_keys else nn.Identity()
@@ -77,7 +77,7 @@ class SelfAttention(nn.Module):
 
     def _order(self, config: TextConfig) -> Tensor | None:
         """Where the rows of a checkpoint's projections go, if not one behind the other."""
-        if self.has_gates and not self._gates_apart:
+        if self._fuses_gates:
             return gates_last(self.heads, self.kv_heads, self.head_dim)
         if config.family.rope.interleaved:
             return pairs_apart(self.heads + self.kv_heads, self.kv_heads, self.head_dim, config.rotary.dim)

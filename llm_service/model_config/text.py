@@ -261,7 +261,8 @@ class TextConfig:
 
     def norms_heads(self, kind: LayerKind) -> bool:
         """Whether a layer's heads of queries and keys are normed."""
-        return self.qk_norm and (kind.sight.is_local or not self.family.attention.local_qk_norm)
+        rule = self.family.attention.qk_norm
+        return self.qk_norm and (kind.sight.is_local or rule is None or not rule.local_only)
 
     def _sight_of(self, layer: int) -> Sight:
         window, chunk = self._window_of(layer), self.chunks[layer] if self.chunks else 0
@@ -381,7 +382,7 @@ class TextConfig:
             activation=activation,
             windows=window_lengths(text, types),
             chunks=chunk_lengths(text, family, types),
-            qk_norm=family.attention.qk_norm and bool(text.get("use_qk_norm", True)),
+            qk_norm=family.attention.qk_norm is not None and bool(text.get("use_qk_norm", True)),
             window_rotary=heads.window_rotary,
             attention_scale=attention_scale(text, usual.head_dim),
             attention_cap=attention_cap(text, mixers),

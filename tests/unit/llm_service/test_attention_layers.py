@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llm_service.families.family import AttentionRules, Family
+from llm_service.families.family import AttentionRules, Family, OutputGate, QkNorm
 from llm_service.families.hunyuan import HUNYUAN_TEXT
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
@@ -76,9 +76,7 @@ def test_gates_of_heads_from_a_projection_of_their_own() -> None:
     settings = MuseGlimmerTextConfig(**SIZES)
     settings._attn_implementation = "eager"
     theirs = drawn(MuseGlimmerTextAttention(settings, 0))
-    family = Family(
-        {}, attention=AttentionRules(qk_norm=True, weightless_qk_norm=True, output_gate=True, separate_gate=True)
-    )
+    family = Family({}, attention=AttentionRules(qk_norm=QkNorm(weights=False), output_gate=OutputGate.SEPARATE))
     scale = settings.qk_scale_factor / HEAD**0.5
     shape = replace(config(), family=family, norm_eps=1e-5, attention_scale=scale)
     x, angles = noise(TOKENS, HIDDEN), noise(TOKENS, HEAD // 2, seed=2).repeat(1, 2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.cpu.jit import find, threads_used, use_threads
-from llm_service.families.family import FeedForwardKind, LayerKind, LayerNorms, Mixer
+from llm_service.families.family import FeedForwardKind, LayerKind, LayerNorms, Mixer, OutputGate
 from llm_service.layers.cpu import layer_kernel, layer_products, selection
 from llm_service.layers.cpu.layer import FewRows, FusedLayer, finalize
 from llm_service.layers.cpu.panels import PanelWeight
@@ -28,7 +28,7 @@ from tests.tiles import TILES, VECTORS, multiply_by
 
 pytestmark = pytest.mark.skipif(not selection.fused_vectors(), reason="this processor lacks AVX2")
 
-PLAIN = replace(FAMILY, attention=replace(FAMILY.attention, output_gate=False))
+PLAIN = replace(FAMILY, attention=replace(FAMILY.attention, output_gate=OutputGate.NONE))
 FOUR_NORMS = LayerNorms("input_layernorm", "post", "pre", "behind")
 KINDS = {
     "plain": replace(config(), family=PLAIN, intermediate_size=64),
