@@ -162,7 +162,7 @@ def _adapter_lists(adapters: Adapters, engine: EngineClient) -> Metric:
 
 def _engine(engine: EngineClient) -> Iterator[Metric]:
     """As of the engine's last beat, a second ago at most; its totals begin anew when it is restarted."""
-    state = engine.latest
+    state, counters = engine.latest, engine.latest.counters
     share = state.kv_blocks_used / state.kv_blocks_total if state.kv_blocks_total else 0.0
     yield gauge("engine_up", "1 while the engine serves", float(engine.ready is not None))
     if engine.ready is not None:
@@ -195,20 +195,20 @@ def _engine(engine: EngineClient) -> Iterator[Metric]:
     yield gauge("state_slots", "slots for states of sequences and for snapshots of them", state.state_slots)
     yield gauge("state_slots_used", "of these, slots that choices have", state.state_slots_used)
     yield gauge("state_snapshots", "of these, slots that hold a snapshot", state.state_snapshots)
-    yield total("prefix_cache_queries", "prompt tokens looked for in the prefix cache", state.prefix_query_tokens)
-    yield total("prefix_cache_hits", "prompt tokens found there", state.prefix_hit_tokens)
+    yield total("prefix_cache_queries", "prompt tokens looked for in the prefix cache", counters.prefix_query_tokens)
+    yield total("prefix_cache_hits", "prompt tokens found there", counters.prefix_hit_tokens)
     yield total("engine_deaths", "engines that died, froze or hung, or did not start", engine.deaths)
     about = "requests that went on in another engine after theirs had ended"
     yield total("requests_handed_over", about, engine.handed_over)
-    yield total("num_preemptions", "choices put back to waiting since blocks ran out", state.preemptions)
-    yield total("prompt_tokens", "prompt tokens taken in", state.prompt_tokens)
-    yield total("generation_tokens", "tokens generated", state.generated_tokens)
-    yield total("engine_steps", "steps of the engine", state.steps)
-    yield total("engine_graph_steps", "steps that a captured graph computed", state.graph_steps)
+    yield total("num_preemptions", "choices put back to waiting since blocks ran out", counters.preemptions)
+    yield total("prompt_tokens", "prompt tokens taken in", counters.prompt_tokens)
+    yield total("generation_tokens", "tokens generated", counters.generated_tokens)
+    yield total("engine_steps", "steps of the engine", counters.steps)
+    yield total("engine_graph_steps", "steps that a captured graph computed", counters.graph_steps)
     yield total("adapter_fills", "times that a LoRA adapter was put into a slot", state.adapter_fills)
     method = (engine.speculative_method,)
-    drafted: dict[tuple[str, ...], float] = {method: state.draft_tokens} if any(method) else {}
-    accepted: dict[tuple[str, ...], float] = {method: state.accepted_draft_tokens} if any(method) else {}
+    drafted: dict[tuple[str, ...], float] = {method: counters.draft_tokens} if any(method) else {}
+    accepted: dict[tuple[str, ...], float] = {method: counters.accepted_draft_tokens} if any(method) else {}
     yield total("spec_decode_num_draft_tokens", "drafts that steps verified", drafted, ["method"])
     yield total("spec_decode_num_accepted_tokens", "drafts that were right", accepted, ["method"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from common.media.convert import MODALITIES
 from llm_service.components import Components
 from llm_service.embedder import Embedder
@@ -77,11 +79,6 @@ def load(components: Components, state: State) -> llm_pb2.LlmServiceGetLoadRespo
         running=state.running,
         kv_blocks_used=state.kv_blocks_used,
         kv_blocks_total=state.kv_blocks_total,
-        prefix_hit_tokens=state.prefix_hit_tokens,
-        prompt_tokens=state.prompt_tokens,
-        generated_tokens=state.generated_tokens,
-        preemptions=state.preemptions,
-        steps=state.steps,
         rows_received=components.encoder_cache.counters.received,
         rows_shared=components.encoder_cache.counters.by_transport[encoder_pb2.TRANSPORT_SHARED_MEMORY],
         rows_mirrored=components.encoder_cache.counters.by_transport[encoder_pb2.TRANSPORT_CUDA_IPC],
@@ -103,13 +100,10 @@ def load(components: Components, state: State) -> llm_pb2.LlmServiceGetLoadRespo
         kv_blocks_offloaded=state.kv_blocks_offloaded,
         kv_blocks_loaded=state.kv_blocks_loaded,
         **_exchanged(components),
-        prefix_query_tokens=state.prefix_query_tokens,
-        graph_steps=state.graph_steps,
         state_slots=state.state_slots,
         state_slots_used=state.state_slots_used,
         state_snapshots=state.state_snapshots,
-        draft_tokens=state.draft_tokens,
-        accepted_draft_tokens=state.accepted_draft_tokens,
+        **msgspec.structs.asdict(state.counters),
         adapter_fills=state.adapter_fills,
         sessions=len(components.generator.sessions),
         cancelled_requests=outcomes["cancelled"],

@@ -322,22 +322,29 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     ids: list[int]
 
 
-class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Queues as of now; counters are totals since start. `running_adapters` and `waiting_adapters` are the numbers of
-    those that choices run or wait with."""
+class Counters(msgspec.Struct):
+    """Totals since start, by their names in the contract's GetLoad."""
 
-    waiting: int = 0
-    running: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_total: int = 0
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
     graph_steps: int = 0
-    kv_blocks_cached: int = 0
     prefix_query_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+
+class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Queues as of now, and what was counted. `running_adapters` and `waiting_adapters` are the numbers of
+    those that choices run or wait with."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_cached: int = 0
     kv_host_blocks_total: int = 0
     kv_host_blocks_used: int = 0
     kv_blocks_offloaded: int = 0
@@ -345,8 +352,7 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state_slots: int = 0
     state_slots_used: int = 0
     state_snapshots: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
+    counters: Counters = msgspec.field(default_factory=Counters)
     adapter_fills: int = 0
     running_adapters: list[int] = []
     waiting_adapters: list[int] = []

@@ -7,9 +7,10 @@ import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from copy import copy
 from functools import partial
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from common.errors import DeadlineExceeded, InvalidInput, TwinlensError, code_number
 from llm_service.engine.adapter_slots import AdapterSlots
@@ -18,7 +19,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.finish import dead_end, finish_reason, never_at_once, never_whole, resumed_end
 from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.matchers import Form, Matcher
-from llm_service.engine.messages import Add, Complete, Failed, Pooled, PromptLogprobs, Started, State, Token
+from llm_service.engine.messages import Add, Complete, Counters, Failed, Pooled, PromptLogprobs, Started, State, Token
 from llm_service.engine.notices import NoticeQueue, Notices, StepOutput
 from llm_service.engine.planner import Drafter, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
@@ -28,20 +29,6 @@ from llm_service.engine.step_cap import StepCap
 from llm_service.engine.step_pace import StepPace
 from llm_service.plan import StateCopies, StepAdapters, StepResult
 from llm_service.request import SamplingParams
-
-
-class Counters(Struct):
-    """Totals since start, by their names in `State`."""
-
-    prefix_hit_tokens: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    graph_steps: int = 0
-    prefix_query_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
 
 
 class Scheduler:
@@ -398,7 +385,7 @@ class Scheduler:
             adapter_fills=self.adapter_slots.filled,
             running_adapters=_adapters(self._queues.running),
             waiting_adapters=_adapters(self._queues.waiting),
-            **structs.asdict(self.counters),
+            counters=copy(self.counters),
         )
 
     def check_integrity(self) -> None:

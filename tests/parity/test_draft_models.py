@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llm_service.engine.scheduler import Counters
+from llm_service.engine.messages import Counters
 from llm_service.request import SamplingParams
 from tests.parity.cases import PARTS, SAMPLINGS
 from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
