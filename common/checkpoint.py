@@ -163,12 +163,19 @@ class Checkpoint:
     def weight_files(self) -> list[str]:
         """The names of the files that have its tensors, whether they are here or not. Raises CheckpointError where the
         index does not say."""
-        if not (index := self.json(INDEX)):
+        if (files := self.shards()) is None:
             return [SINGLE]
+        return sorted({file for tensor, file in files.items() if tensor.startswith(self._prefixes)})
+
+    def shards(self) -> dict[str, str] | None:
+        """The file of each tensor, as the index says it; None where there is none. Raises CheckpointError as
+        `weight_files`."""
+        if not (index := self.json(INDEX)):
+            return None
         files = index.get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
             raise CheckpointError(f"{INDEX} has no weight_map")
-        return sorted({file for tensor, file in files.items() if tensor.startswith(self._prefixes)})
+        return files
 
 
 def _downloaded(model: str, revision: str | None, patterns: Sequence[str]) -> Path:

@@ -70,8 +70,7 @@ class _Model:
     @classmethod
     async def read(cls, config: EncoderConfig) -> _Model:
         """Raises CheckpointError where it cannot be served."""
-        checkpoint = Checkpoint.resolve(config.model, config.revision, model_config.tower_tensors)
-        served = await tasks.to_thread(model_config.served, checkpoint)
+        checkpoint, served = await tasks.to_thread(model_config.resolve, config.model, config.revision)
         hf = None if isinstance(served, ModelConfig) else served.hf
         device = default_device() if config.device == "auto" else config.device
         dtype = DType(default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype)

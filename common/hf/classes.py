@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
 from torch import nn
 
 from common.checkpoint import Checkpoint, CheckpointError
@@ -81,14 +83,33 @@ def class_of(config: Any) -> Any:
     raise CheckpointError(f"{config.model_type} is not a model that reads pictures and writes text")
 
 
-def load(folder: Path, strip: Callable[[Any], None], dtype: torch.dtype, device: torch.device) -> Any:
-    """The checkpoint's model without what `strip` takes away from it, whose weights are not read. Raises
-    CheckpointError where transformers cannot read what is left, or it is quantised, or not there where something is
-    quantised."""
-    config = config_of(folder)
-    more: dict[str, Any] = {"local_files_only": True, "output_loading_info": True, "adapter_kwargs": _NO_ADAPTER}
+def load(
+    folder: Path,
+    strip: Callable[[Any], None],
+    dtype: torch.dtype,
+    device: torch.device,
+    tensors: Sequence[str] = ("",),
+) -> Any:
+    """The checkpoint's model without what `strip` takes away from it, whose weights are not read; of shards, those
+    alone are that have a tensor whose name begins as one of `tensors`. Raises CheckpointError where transformers cannot
+    read what is left, or it is quantised, or not there where something is quantised."""
+    config, whole = config_of(folder), Checkpoint(folder)
+    files = whole.part(tensors).weight_files()
+    made = partial(
+        without(class_of(config), strip).from_pretrained,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
+    )
     try:
-        model, told = without(class_of(config), strip).from_pretrained(folder, config=config, dtype=dtype, **more)
+        if files == whole.weight_files():
+            model, told = made(folder, adapter_kwargs=_NO_ADAPTER)
+        else:  # it reads all that an index names
+            with ExitStack() as opened:
+                shards = [opened.enter_context(safe_open(folder / name, "pt")) for name in files]
+                slices = {name: shard.get_slice(name) for shard in shards for name in shard.keys()}  # noqa: SIM118
+                model, told = made(None, state_dict=slices)
     except CheckpointError:  # of `strip`
         raise
     except (ValueError, OSError, RuntimeError, KeyError) as error:

@@ -3,6 +3,7 @@ it, since it loads torch, which a service's front does without."""
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ HF_ENCODER: Final = EncoderParts(
     ),
     package="transformers",
 )
-"""Which tensors are the text's alone only transformers knows, so all of them count."""
+"""Of tensors those count that transformers does not say are the text's alone (`HfModel.encoder`)."""
 
 run: Callable[..., Any] = subprocess.run
 """What asks transformers. Those who have many models described in a row have something faster."""
@@ -70,7 +71,8 @@ class HfModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stays, and a word right behind one gets a space. Sequences of more places than `long_rope_threshold` turn by other
     rotary frequencies; 0: none do. Tokens that are `pinned` stay, on all axes, at an item's time right behind it. What
     stands for an item has its number among those of its modality behind a `number_mark` that it begins with, if any.
-    `run`: so many placeholders side by side stand for an item, as one does; 0: each stands for one.
+    `run`: so many placeholders side by side stand for an item, as one does; 0: each stands for one. `tower_tensors`:
+    how the names of the checkpoint's tensors begin that are not the text's alone, as far as that is known.
     """
 
     architecture: str
@@ -93,6 +95,12 @@ class HfModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     long_rope_threshold: int = 0
     pinned: tuple[int, ...] = ()
     adapters: dict[str, str] = {}
+    tower_tensors: tuple[str, ...] = HF_ENCODER.tensors
+
+    @property
+    def encoder(self) -> EncoderParts:
+        """What of the checkpoint computes rows."""
+        return dataclasses.replace(HF_ENCODER, tensors=self.tower_tensors)
 
 
 def describe(checkpoint: Checkpoint) -> HfModel:

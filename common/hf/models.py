@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from common.checkpoint import CheckpointError
+from common.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import blank_of, config_of, head_of, missing, transformers
 from common.hf.description import HfModel, Refusal
 from common.hf.features import features_of, lacking
@@ -41,6 +41,7 @@ from common.hf.rows import (
     takes_videos,
     together_of,
 )
+from common.hf.towers import tower_tensors
 
 
 def describe(folder: Path) -> HfModel:
@@ -55,7 +56,7 @@ def describe(folder: Path) -> HfModel:
     if "audio" not in taken and takes_sounds(model, processor):
         taken.append("audio")
     ids = {kind: processor.tokenizer.convert_tokens_to_ids(placeholder_of(processor, kind)) for kind in taken}
-    return HfModel(
+    told = HfModel(
         architecture=type(model).__name__,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
@@ -77,6 +78,7 @@ def describe(folder: Path) -> HfModel:
         sound_rate=rate_of(processor),
         duration_mark=getattr(processor, _LENGTH_MARK, None) or "",
     )
+    return msgspec.structs.replace(told, tower_tensors=tuple(tower_tensors(Checkpoint(folder), model)))  # the last
 
 
 _LENGTH_MARK = "audio_duration_token"

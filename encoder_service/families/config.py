@@ -5,10 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common import log
 from common.checkpoint import Checkpoint, CheckpointError
 from common.hf.description import describe
 from encoder_service.families.family import HfConfig, ModelConfig, ServedConfig
 from encoder_service.families.registry import family_of, find_family
+
+_log = log.get("families")
+
+
+def resolve(model: str, revision: str = "") -> tuple[Checkpoint, ServedConfig]:
+    """As `Checkpoint.resolve`: a checkpoint, of whose shards those are needed that have a tensor of its tower, and how
+    it is served. Raises CheckpointError where it is not."""
+    told: ServedConfig | None = None
+
+    def needs(settings: Checkpoint) -> Sequence[str]:
+        nonlocal told
+        if (family := find_family(settings.config)) is not None:
+            return family.parts.tensors
+        if settings.shards() is None:  # the names of its tensors are known once it is here
+            return ("",)
+        told = served(settings)
+        if told.parts.tensors == ("",):
+            _log.info("all shards are needed: nothing says which have the tower alone")
+        return told.parts.tensors
+
+    checkpoint = Checkpoint.resolve(model, revision, needs)
+    return checkpoint, told or served(checkpoint)
 
 
 def served(checkpoint: Checkpoint) -> ServedConfig:
@@ -17,12 +40,6 @@ def served(checkpoint: Checkpoint) -> ServedConfig:
     if find_family(checkpoint.config) is not None:
         return read(checkpoint)
     return HfConfig(describe(checkpoint))
-
-
-def tower_tensors(checkpoint: Checkpoint) -> Sequence[str]:
-    """How the names of the tensors begin that are read: of families of ours those of the tower, else all."""
-    family = find_family(checkpoint.config)
-    return ("",) if family is None else family.parts.tensors
 
 
 def read(checkpoint: Checkpoint) -> ModelConfig:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from common.checkpoint import Checkpoint
 from common.encoder_digest import VISION, EncoderParts
-from common.hf.description import HF_ENCODER, HfModel
+from common.hf.description import HfModel
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.item import Inspection, Plan
 
@@ -111,7 +111,7 @@ class HfConfig:
     @property
     def parts(self) -> EncoderParts:
         """What of the checkpoint computes rows."""
-        return HF_ENCODER
+        return self.hf.encoder
 
 
 ServedConfig = ModelConfig | HfConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.hf.description import HF_ENCODER, HfModel
+from common.hf.description import HfModel
 from common.media.item import Header, Modality
 from llm_service.families.family import Family, InPrompt, PromptRules, Rows, SpecialToken
 
@@ -22,7 +22,7 @@ def hf_family(found: HfModel) -> Family:
     tokens = {Modality(name): token for name, token in found.placeholders.items()}
     return Family(
         {modality: InPrompt(token, _as_told) for modality, token in tokens.items()},
-        encoder=HF_ENCODER,
+        encoder=found.encoder,
         prompt=PromptRules(
             layout_from_encoder=True,
             alone=frozenset(map(Modality, found.alone)),

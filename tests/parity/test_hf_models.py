@@ -18,7 +18,8 @@ from common.hf import classes as hf_classes
 from common.hf import models as hf_models
 from common.hf import small_models
 from common.hf.classes import load
-from encoder_service.models.hf.tower import flat_rows, without_text
+from common.hf.towers import without_text
+from encoder_service.models.hf.tower import flat_rows
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.hf import decoder as hf_decoder
 from llm_service.models.hf.loader import load_hf_decoder

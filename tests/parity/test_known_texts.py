@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from common.checkpoint import Checkpoint, CheckpointError
 from common.hf import small_models
 from common.hf.classes import blank_of, class_of, state_tokens
+from common.hf.stored_names import names_within
 from llm_service.families import registry
 from llm_service.families.family import Family
 from llm_service.families.sight import SpanRule
@@ -27,7 +28,7 @@ from llm_service.model_config.text import TextConfig
 from llm_service.models import trial, trial_chunks
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder
-from llm_service.models.hf.names import names_within, own_names
+from llm_service.models.hf.names import own_names
 from llm_service.models.known_text import known_text
 from llm_service.models.trial import try_ours_of
 from tests.attention_cases import otherwise

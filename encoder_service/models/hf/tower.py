@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.checkpoint import CheckpointError
-from common.hf.classes import decoder_of, head_of, keep_only, load, towers_within
+from common.hf.classes import load
 from common.hf.description import HfModel
 from common.hf.features import features_of
-from common.hf.rows import makes_tokens, marks_of
+from common.hf.rows import marks_of
+from common.hf.towers import without_text
 from encoder_service.models.attention import Backend
 from encoder_service.models.hf.attention import AttendingBy
 from encoder_service.models.hf.patches import multiply_patches
@@ -53,7 +53,7 @@ class HfTower:
         backend: Backend | None = None,
     ) -> None:
         self._found, self._dtype, self._device, self._backend = found, dtype, device, backend
-        self._model = load(folder, without_text, dtype, device)
+        self._model = load(folder, without_text, dtype, device, found.tower_tensors)
         multiply_patches(self._model)
         self._turning = TurningBy(self._model)
 
@@ -177,25 +177,3 @@ def flat_rows(features: Any, width: int) -> Tensor:
     if not parts or not all(isinstance(part, Tensor) and part.shape[-1] == width for part in parts):
         raise RuntimeError(f"the tower gives something else than rows of {width} numbers")
     return torch.cat([part.reshape(-1, width) for part in parts])
-
-
-def without_text(model: Any) -> None:
-    """Takes the decoder and the head of logits away. The table of tokens stays where rows are of that, and its norm, if
-    it has one, which rows of sounds go through in Muse Spark."""
-    decoder, table, text = decoder_of(model), model.get_input_embeddings(), {id(head_of(model))}
-    if decoder is model:
-        raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
-    if makes_tokens(model.base_model):
-        keep_only(decoder, [table, *towers_within(decoder)])
-    elif norms := dict(table.named_children()):
-        keep_only(decoder, [*norms.values(), *towers_within(decoder)])
-        model.set_input_embeddings(nn.ModuleDict(norms))
-    elif decoder is model.base_model:
-        keep_only(decoder, towers_within(decoder))
-    else:
-        text.add(id(decoder))
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if id(child) in text:
-                setattr(module, name, None)
-    model._tied_weights_keys, model.all_tied_weights_keys = None, {}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.checkpoint import CheckpointError
 from common.hf.classes import decoder_of, head_of, mark_tables_of, towers_within
+from common.hf.stored_names import conversions, names_within
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.mark_tables import PARTS
 from llm_service.models.loader import HEAD
@@ -51,7 +52,7 @@ def _transposed(model: Any, stored: str) -> bool:
     """Whether transformers transposes a tensor whatever its shape."""
     from transformers.core_model_loading import Transpose, WeightConverter
 
-    steps = [step for step in _steps(model) if isinstance(step, WeightConverter)]
+    steps = [step for step in conversions(model) if isinstance(step, WeightConverter)]
     does = [each for step in steps if step.rename_source_key(stored)[1] is not None for each in step.operations]
     return any(isinstance(each, Transpose) and not each.check_dims for each in does)
 
@@ -61,7 +62,7 @@ def _part(model: Any, names: _Names, stored: str, first: str, parted: PartedTens
     and of the first that it makes of that. False where it does something else."""
     from transformers.core_model_loading import Chunk, Concatenate, Split, WeightConverter
 
-    steps = [step for step in _steps(model) if isinstance(step, WeightConverter)]
+    steps = [step for step in conversions(model) if isinstance(step, WeightConverter)]
     step = next(step for step in steps if step.rename_source_key(stored)[1] is not None)
     (does, *more), (target, *_) = step.operations, step.target_patterns
     if more or not isinstance(does, Chunk | Concatenate | Split) or does.dim != 0:
@@ -80,14 +81,6 @@ def _part(model: Any, names: _Names, stored: str, first: str, parted: PartedTens
     own = names.own(stored)
     parted.cut[str(own)] = [(str(names.own(each)), part) for each, part in zip(made, rows, strict=True)]
     return True
-
-
-def _steps(model: Any) -> list[Any]:
-    """What transformers does to a checkpoint's tensors when it loads a model."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    found: list[Any] = get_model_conversion_mapping(model)
-    return found
 
 
 class _Names:
@@ -120,22 +113,3 @@ class _Names:
         if not name.startswith(self._inner) or name.startswith(self._towers):
             return None
         return self._own(name.removeprefix(self._inner))
-
-
-def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The name in a model of each tensor of a checkpoint that transformers reads, without what it does to it besides,
-    and of one that it changes, or puts together with others, what that becomes."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    steps, known = _steps(model), model.state_dict()
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, WeightConverter)]
-    found: dict[str, tuple[str, str]] = {}
-    for name in sorted(stored):
-        there, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if there not in known and name in known:  # it has transformers' own name, and keeps it
-            there, pattern = name, None
-        if there in known:
-            plain = rename_source_key(name, renamings, [])[0]
-            found[name] = (there, "") if pattern is None else (plain, there)
-    return found

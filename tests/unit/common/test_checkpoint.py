@@ -18,6 +18,7 @@ from common.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
 from common.encoder_digest import VISION, encoder_digest
 from common.wire import DType
 from encoder_service.families import config
+from encoder_service.families.family import ModelConfig
 from encoder_service.models.tower import load_tower
 
 
@@ -109,11 +110,12 @@ def test_an_encoder_fetches_no_shards_but_those_of_its_tower(
     source = checkpoints("qwen3_vl", sharded=True)
     every = {path.name for path in source.glob("*.safetensors")}
     snapshot = hub(source)
-    part = Checkpoint.resolve("a/model", needs=config.tower_tensors)
+    part, tower_config = config.resolve("a/model")
+    assert isinstance(tower_config, ModelConfig)
     fetched = {path.name for path in snapshot.glob("*.safetensors")}
     assert fetched < every, "the shards prove nothing"
-    tower = load_tower(Checkpoint(snapshot), config.read(part), torch.device("cpu"), torch.float32)
-    whole = load_tower(Checkpoint(source), config.read(part), torch.device("cpu"), torch.float32)
+    tower = load_tower(Checkpoint(snapshot), tower_config, torch.device("cpu"), torch.float32)
+    whole = load_tower(Checkpoint(source), tower_config, torch.device("cpu"), torch.float32)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(tower.parameters(), whole.parameters(), strict=True))
     assert part.stored_in == "F32"
     with pytest.raises(CheckpointError, match="has no model-"):

@@ -8,7 +8,7 @@ import torch
 from common.hf import small_models
 from common.hf.classes import state_tokens
 from common.hf.features import features_of
-from encoder_service.models.hf.tower import without_text
+from common.hf.towers import without_text
 from tools.models.tiny import config_of_recipe
 
 
