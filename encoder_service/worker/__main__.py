@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -111,7 +112,10 @@ def _free(error: BaseException) -> None:
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
     for each in causes:
-        traceback.clear_frames(each.__traceback__)
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if frame.f_code is not one_by_one.__code__:  # a generator that waits to go on would end with its frame
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
     if any(isinstance(each, torch.OutOfMemoryError) for each in causes):
         release_memory()
 

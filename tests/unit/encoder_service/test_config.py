@@ -36,8 +36,8 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default():
         (["--model=m", "--tls-cert=x"], "--tls-key"),
         (["--model=m", "--device-pool-bytes=1g", "--shared-memory=no"], "--device-pool-bytes needs --shared-memory"),
         (["--model=m", "--shared-store=http://h"], "--shared-store: the address must begin with"),
-        (["--model=m", "--shared-store=redis://:s3cret@h:port"], "--shared-store: the address cannot be read"),
-        (["--model=m", "--shared-store=redis://:s3cret@h?nonsense=1"], "--shared-store: the address cannot be read"),
+        (["--model=m", "--shared-store=redis://:s3cret@h:port"], "--shared-store: the address cannot be parsed"),
+        (["--model=m", "--shared-store=redis://:s3cret@h?nonsense=1"], "--shared-store: the address cannot be parsed"),
     ],
 )
 def test_options_that_cannot_be_are_named(capsys, words, says):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
 import torch
 
 from common import gpu
-from encoder_service.worker.__main__ import _answer
-from encoder_service.worker.messages import BatchFailed
+from encoder_service.worker.__main__ import _answer, one_by_one
+from encoder_service.worker.messages import BatchDone, BatchFailed
 from encoder_service.worker.runner import PassFailed, PreparedBatch, Runner, _failing
 
 
@@ -100,3 +101,21 @@ def test_a_gpu_that_fails_whatever_is_asked_of_it_is_not_usable(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
     assert not runner.is_usable()
+
+
+def test_parts_behind_one_that_failed_are_computed() -> None:
+    class Runner(Broken):
+        def finish(self, begun: object) -> BatchDone:
+            return BatchDone([], 0.0, 0.0)
+
+    def prepare(job: int, hungry: object) -> Iterator[int]:
+        if job == 1:
+            raise RuntimeError("no memory for patches")
+        yield job
+
+    def begun(part: Future[int], hungry: object) -> Iterator[int]:
+        yield part.result()
+
+    runner = Runner(usable=True)
+    answers = [_answer(runner, future) for future in one_by_one(one_by_one(range(3), prepare), begun)]
+    assert [type(answer) for answer in answers] == [BatchDone, BatchFailed, BatchDone]
