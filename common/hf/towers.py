@@ -74,10 +74,13 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 def _names(checkpoint: Checkpoint) -> set[str]:
-    """The names of its tensors, as far as they are known without shards."""
+    """The names of its tensors, as far as they are known without shards; of a model that speaks as well, its
+    thinker's."""
     if (shards := checkpoint.shards()) is not None:
-        return {*shards}
-    return {*checkpoint.tensors} if (checkpoint.folder / SINGLE).is_file() else set()
+        names = {*shards}
+    else:
+        names = {*checkpoint.tensors} if (checkpoint.folder / SINGLE).is_file() else set()
+    return {name for name in names if name.startswith("thinker.")} if "thinker_config" in checkpoint.config else names
 
 
 def _beginnings(wanted: Collection[str], others: Collection[str]) -> tuple[str, ...]:

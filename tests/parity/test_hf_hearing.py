@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -63,7 +64,8 @@ def test_of_a_model_that_speaks_the_thinker_is_served(tmp_path: Path) -> None:
     other = {"talker.model.norm.weight": torch.ones(8)}
     save_file({**{f"thinker.{name}": each for name, each in tensors.items()}, **other}, whole / "model.safetensors")
     alone, spoken = Served.of(thinker), Served.of(whole)
-    assert spoken.found == alone.found
+    assert spoken.found.tower_tensors == tuple(f"thinker.{each}" for each in alone.found.tower_tensors)
+    assert structs.replace(spoken.found, tower_tensors=alone.found.tower_tensors) == alone.found
     parts = ["Hear ", tones(4, 0.7), " and see ", picture(4, 90, 60), "!"]
     prompts = [served.prompt(parts) for served in (alone, spoken)]
     assert prompts[0].layout == prompts[1].layout
