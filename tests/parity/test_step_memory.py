@@ -28,7 +28,11 @@ GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     ("family", "given"),
     [
         ("qwen3_vl", {"prefix_cache": True, "host_blocks": 64, "blocks": 40, "overlap": True}),
-        ("qwen3_vl", {"attention": "triton", "kv_cache_dtype": CacheDtype.FP8, "step_tokens": 64}),
+        pytest.param(
+            "qwen3_vl",
+            {"attention": "triton", "kv_cache_dtype": CacheDtype.FP8, "step_tokens": 64},
+            marks=pytest.mark.soak,
+        ),
         ("qwen3_5", {"prefix_cache": True, "step_tokens": 128, "overlap": True}),
         pytest.param("qwen3_vl", {"speculative_tokens": 3, "draft_model": "itself"}, marks=pytest.mark.soak),
     ],

@@ -223,7 +223,8 @@ async def test_where_the_other_encoder_fails_the_first_is_waited_for(fails: Say)
 
         first.script, second.script = [is_late], [fails]
         assert await b.whole(b"picture") == content(b"picture")
-        assert (len(first.calls), len(second.calls)) == (1, 1)
+        assert len(first.calls) == 1
+        assert len(second.calls) == 1 or fails is is_full, "that one may be asked again"
         assert replica_of(b, second).breaker.failures == (fails is breaks_after_the_header)
         assert replica_of(b, first).breaker.failures == 0
 
