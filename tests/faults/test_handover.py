@@ -217,6 +217,7 @@ def test_a_request_that_kills_every_engine_ends_and_takes_no_other_along(checkpo
         until(lambda: holds_nothing(client), "nothing is held")
 
 
+@pytest.mark.soak
 def test_steps_that_find_too_little_memory_end_no_engine_unless_they_are_of_one_token(checkpoint: Path) -> None:
     flags = [f"--model={checkpoint}", "--listen=127.0.0.1:0", "--kv-cache-bytes=32MiB"]
     asking = [asked(user(f"count {n}"), drawn(seed=n)) for n in range(6)]

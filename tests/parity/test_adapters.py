@@ -74,8 +74,10 @@ def by_peft(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     "family",
     [
         "qwen3_vl",
-        *(pytest.param(each, marks=pytest.mark.soak) for each in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")),
-        "qwen3_5_moe",
+        *(
+            pytest.param(each, marks=pytest.mark.soak)
+            for each in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+        ),
     ],
 )
 def test_a_mixed_batch_of_four_adapters_and_none(checkpoints: Callable[..., Path], by_peft: Peft, family: str) -> None:

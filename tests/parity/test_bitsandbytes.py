@@ -63,6 +63,7 @@ def test_rows_and_greedy_tokens_are_the_references(
     assert [outcome.tokens for outcome in outcomes] == tokens
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 def test_texts_that_transformers_computes_have_the_same_weights(tmp_path: Path) -> None:
     made = by_bitsandbytes("nf4", nested=True)

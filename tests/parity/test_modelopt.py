@@ -121,10 +121,11 @@ def test_the_table_of_tokens_and_the_head_may_be_quantised(checkpoints: Callable
 
 
 KINDS: list[Any] = [
-    (
+    pytest.param(
         "nemotron_h_omni",
         [(r"mixer\.experts\.|shared_experts", "W4A16_NVFP4"), (r"mixer\.(in|out)_proj\.weight", "FP8")],
         {},
+        marks=pytest.mark.soak,
     ),
     pytest.param("kimi_k25", [(r"mlp\.experts\.", "NVFP4")], {}, marks=pytest.mark.soak),
     pytest.param(

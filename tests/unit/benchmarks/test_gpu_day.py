@@ -99,7 +99,8 @@ def test_make_runs_the_tests_as_a_part_does(tmp_path: Path) -> None:
     python.chmod(0o755)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     command = ["make", "-s", "-f", str(ROOT / "Makefile"), "gpu-check", f"ENVIRONMENT={tmp_path / 'env'}"]
-    environ = {**os.environ, "PYTHONPATH": "before"}
+    own = ("MAKEFLAGS", "ARGS")  # of what runs the tests
+    environ = {name: value for name, value in os.environ.items() if name not in own} | {"PYTHONPATH": "before"}
     made = subprocess.run(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     called = made.stdout[made.stdout.index("-m pytest -m gpu") :].splitlines()
     assert called[0] == f"-m pytest -m gpu -W default {' '.join(gpu_day.TEST_OPTIONS)} tests/gpu"
