@@ -1,4 +1,4 @@
-"""From what a step computes to the plan that says so: one flattened batch, with all that the workers need."""
+"""Turns the tokens that were scheduled into a step plan: one flattened batch, with everything that the workers need."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ from llm_service.request import Pooling
 
 @dataclass(slots=True)
 class Step:
-    """A plan and whom it is for."""
+    """A plan, and the sequences that each of its parts belongs to."""
 
     plan: StepPlan
     work: list[tuple[Sequence, int]]
     """(sequence, tokens computed), one for each chunk."""
     drawing: list[Sequence]
-    """Who gets the token of each draw; one with drafts is here several times."""
+    """The sequence of each draw of the plan; one with drafts appears once for each of its draws."""
     prompt_logprobs: list[tuple[Sequence, int]]
-    """Whose prompt each of the plan's are of, with the place of the first token."""
+    """For each prompt logprob of the plan: its sequence, and the prompt position of its first token."""
     prefill: list[tuple[Sequence, int, int]]
-    """What is computed of prompts: (sequence, place of the first token, tokens)."""
+    """Chunks of prompts: (sequence, position of the first token, number of tokens)."""
     pooling: list[tuple[Sequence, int]]
-    """Whose hidden states each pool is of, with how often it had been started."""
+    """For each pool of the plan: its sequence, and the sequence's `num_starts` when the step was planned."""
     embedded: list[Sequence]
-    """Those that end with it, since their prompts do."""
+    """Sequences that are pooled and end with this step, since it computes the end of their prompts."""
     unsettled: list[tuple[Sequence, Draw]]
-    """Draws that have masks that follow, or may leave no token, which depends on a token of the step before."""
+    """Draws that are incomplete until the tokens of the step before are known: their mask follows, or may leave no
+    token."""
 
 
 def build(
@@ -55,10 +56,10 @@ def build(
     adapters: StepAdapters | None = None,
     proposals: Mapping[Sequence, int] | None = None,
 ) -> Step:
-    """The next step for these sequences, whose tables became longer by what is `appended`. At most one token of each
-    may be unknown, and that one is chosen by the step before. The drafts of a sequence are computed behind its last
-    token, and a token is drawn at each place. With `copies`, which may be none, the model's layers keep states, in the
-    slots that sequences hold. With `proposals`, a model proposes so many drafts of whom is named."""
+    """Builds the next step for these sequences; `appended` are the blocks that their tables have gained. At most one
+    token of each sequence may be unknown, and the step before must choose it. Drafts are computed behind the sequence's
+    last token, and a token is drawn at each of these positions. `copies` is given if the model has layers with states,
+    even if nothing is copied. `proposals` says how many drafts a model proposes for each sequence."""
     batch = _Batch(row_bytes)
     for sequence, count in work.items():
         batch.add(sequence, count)
@@ -73,7 +74,7 @@ def build(
 
 
 class _Batch:
-    """Collects what a plan says, one sequence after the other, and whom each part of it is for, as `Step` has it."""
+    """Collects the parts of a plan, sequence by sequence, and which sequence each part belongs to (`Step`)."""
 
     def __init__(self, row_bytes: int) -> None:
         self._row_bytes = row_bytes
@@ -94,7 +95,8 @@ class _Batch:
         self._unsettled: list[tuple[Sequence, Draw]] = []
 
     def add(self, sequence: Sequence, count: int) -> None:
-        """The next `count` tokens of a sequence, drafts included, and what is asked for behind them."""
+        """Adds the next `count` tokens of a sequence, drafts included, and the draws, logprobs and pools that follow
+        them."""
         begin, at = sequence.num_computed_tokens, len(self._token_ids)
         end = begin + count
         self._rows.extend(_rows(sequence, count, at, self._row_bytes))
@@ -133,8 +135,8 @@ class _Batch:
             self._embedded.append(sequence)
 
     def _draw(self, sequence: Sequence, last: int) -> None:
-        """A token behind the last known one, which stands at place `last` but for the drafts behind it, and each of
-        these."""
+        """Adds a draw behind the last known token, and one behind each draft. `last` is the batch position of the last
+        draft, or of that token if there are no drafts."""
         if sequence.num_placeholders:
             self._carried.append((last, sequence.placeholder_draw))
         for ahead in range(len(sequence.drafts) + 1):
@@ -145,7 +147,7 @@ class _Batch:
                 self._unsettled.append((sequence, draw))
 
     def step(self, work: list[tuple[Sequence, int]], **more: Any) -> Step:
-        """All that was added, with `more` of what a plan says."""
+        """The step with all that was added; `more` are further fields of the plan."""
         plan = StepPlan(
             self._token_ids.tobytes(),
             self._positions.packed(),
@@ -171,7 +173,7 @@ class _Batch:
 
 
 class _Positions:
-    """Collects int32 [3, n]. Decodes, whose three positions are equal, come one by one and are many."""
+    """Collects positions, int32 [3, n]. Decodes come one by one and are many; their three positions are equal."""
 
     def __init__(self) -> None:
         self._windows: list[np.ndarray] = []
@@ -264,7 +266,7 @@ def _pool(pooling: Pooling, begin: int, end: int, prompt_tokens: int, at: int) -
 
 
 def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
-    """How the token behind the first `ahead` drafts is to be chosen from the logits at place `at`."""
+    """The parameters of the draw from the logits at batch position `at`, behind the first `ahead` drafts."""
     sampling, generated = sequence.sampling, sequence.generated + ahead
     if sequence.plain:
         return Draw(at=at)
@@ -294,7 +296,7 @@ def _draw(sequence: Sequence, at: int, ahead: int) -> Draw:
 
 
 def _allowed(sequence: Sequence, ahead: int) -> bytes:
-    """The mask of what may follow the first `ahead` drafts; empty where anything may."""
+    """The mask of tokens allowed behind the first `ahead` drafts; empty if all are."""
     if sequence.drafts and sequence.draft_masks:
         return sequence.draft_masks[ahead]
     return sequence.allowed_by(sequence.matcher)

@@ -1,4 +1,5 @@
-"""Which sequences a step computes, and how many tokens of each: decodes first, one token each, then prefill chunks."""
+"""Chooses the sequences of a step and how many tokens of each it computes: decodes first, one token each, then prefill
+chunks."""
 
 from __future__ import annotations
 
@@ -18,27 +19,28 @@ from llm_service.engine.sequence import Sequence
 from llm_service.engine.step_pace import StepPace
 
 Drafter = Callable[[Sequence, int], "array[int]"]
-"""Up to so many tokens that a sequence may go on with, all of whose tokens are known."""
+"""Returns at most so many draft tokens for a sequence, all of whose tokens are known."""
 
 _LOOK_AHEAD = 64
-"""How many of those that wait are looked at for short prompts in one step."""
+"""How many waiting sequences one step searches for short prompts."""
 
 
 def by_look_up(sequence: Sequence, count: int) -> array[int]:
-    """What the structure of the answer leaves no choice about, else what followed where the sequence's last tokens
-    stood before."""
+    """Drafts without a model: tokens that the answer's grammar forces, otherwise what followed an earlier occurrence of
+    the sequence's last tokens."""
     if forced := _forced(sequence):
         return forced[:count]
     return look_up(sequence.tokens, count)
 
 
 def by_proposal(sequence: Sequence, count: int) -> array[int]:
-    """What the structure of the answer leaves no choice about, else what a model proposed with the last step."""
+    """Drafts of a model: tokens that the answer's grammar forces, otherwise those that the model proposed with the last
+    step."""
     return (_forced(sequence) or sequence.proposed)[:count]
 
 
 def _fewest_first(sequences: Collection[Sequence]) -> Iterator[tuple[int, Sequence]]:
-    """Sequences by how many drafts they may have, each with how many come behind it."""
+    """Sequences in ascending order of how many drafts they may have, each with the number of sequences after it."""
     in_order = sorted(sequences, key=lambda sequence: sequence.draft_length.now())
     return zip(reversed(range(len(in_order))), in_order, strict=True)
 
@@ -49,23 +51,24 @@ def _forced(sequence: Sequence) -> array[int]:
 
 @dataclass(slots=True)
 class Schedule:
-    """What a step is to compute, and what happened on the way."""
+    """The tokens that a step is to compute, and the events of planning it."""
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
     proposals: dict[Sequence, int] = field(default_factory=dict)
-    """How many drafts a model is to propose then, and for whom."""
+    """For each sequence, how many drafts the model proposes at the end of the step."""
     started: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     displaced: list[Sequence] = field(default_factory=list)
-    """Those whose items have no place in the row arena, though the cache does not cover them."""
+    """Sequences that need rows of items which have lost their place in the row arena."""
     closed: bool = False
-    """Nobody else starts in this step."""
+    """No further sequence may start in this step."""
     closed_to_adapters: bool = False
-    """Nobody else who has an adapter does."""
+    """No further sequence with an adapter may start in this step."""
 
 
 class Planner:
-    """Chooses, admits, preempts and has drafts verified; it changes queues, block tables and what sequences draft."""
+    """Schedules, admits and preempts sequences, and chooses their drafts. It changes queues, block tables and drafts of
+    sequences."""
 
     def __init__(
         self,
@@ -86,15 +89,15 @@ class Planner:
         self._draft = draft
         self._max_media_tokens = limits.max_media_tokens
         self._keep_media_whole = limits.keep_media_whole or not limits.chunk_rule.may_end_in_run
-        self._most_spares = blocks.state_slots - limits.max_running  # whoever may run finds a slot
+        self._most_spares = blocks.state_slots - limits.max_running  # every sequence that may run must find a slot
 
     def bound(self, limits: SchedulerLimits) -> None:
-        """The next steps are within these limits, which allow no more sequences than run, and no more than the first
-        ones that it had."""
+        """Applies new limits from the next step on. They must allow as many sequences as run now, and no more than the
+        first limits did."""
         self._limits, self._max_media_tokens = limits, limits.max_media_tokens
 
     def choose(self) -> Schedule:
-        """What the next step computes; its work is empty where nothing can be computed now."""
+        """Schedules the next step; `num_scheduled_tokens` is empty if nothing can be computed now."""
         schedule, self._bounded = Schedule(), False
         prefills = self._decodes(schedule)
         budget = self._limits.max_step_tokens - sum(schedule.num_scheduled_tokens.values())
@@ -108,8 +111,8 @@ class Planner:
         return schedule
 
     def _prompt_budget(self, decodes: int, budget: int) -> tuple[int, int]:
-        """What prompts may have of a budget of tokens beside so many decodes, and how much of that goes by priority:
-        half of it. Where the pace leaves little it is not divided: steps take turns."""
+        """The tokens that prompts may take of `budget` beside so many decodes, and how many of these go by priority:
+        half. If the pace leaves only a few tokens they are not divided; steps alternate between priority and length."""
         bearable = self._pace.prompt_tokens(decodes)
         self._bounded = bearable is not None and bearable < budget
         if bearable is None or not self._bounded:
@@ -125,7 +128,7 @@ class Planner:
         prefills: list[Sequence] = []
         for sequence in tuple(self._queues.running):
             if not sequence.running or sequence.at_max_length or sequence.drafts:
-                continue  # preempted by one before it, ended by what is under way, or it is not known how far it is
+                continue  # preempted or ended meanwhile, or its length is unknown until drafts are verified
             count = sequence.pending
             if count > 1 and not sequence.rolled_back:
                 prefills.append(sequence)
@@ -136,7 +139,7 @@ class Planner:
         return prefills
 
     def _largest_whole(self, prefills: list[Sequence]) -> int:
-        """The most tokens that a prompt needs at once to get on, of those that are here and may be computed now."""
+        """The most tokens that a prompt that can be computed now needs in one step to make progress."""
         if not self._keep_media_whole:
             return 0
         waiting = () if self._is_crowded() else islice(self._queues.waiting, _LOOK_AHEAD)
@@ -146,23 +149,23 @@ class Planner:
         begin = sequence.num_computed_tokens
         first, end = sequence.prompt.next_whole(begin)
         length = end - max(first, begin)
-        if not 0 < length <= self._max_media_tokens or sequence.wait_reason is not None:  # what is longer is cut
+        if not 0 < length <= self._max_media_tokens or sequence.wait_reason is not None:  # a longer run is cut
             return 0
         return length if end <= begin + sequence.num_computable(begin) else 0
 
     def _speculate(self, schedule: Schedule, kept: int) -> None:
-        """Gives decodes drafts, where a step has room for them and blocks are free: nobody makes way for a draft. The
-        room is divided, and what those with the fewest leave of their share is the others'. `kept` tokens of the step
-        are left to prompts: if drafts took some of them in every step, a run of rows would never fit."""
+        """Gives drafts to decodes if the step has room for them and blocks are free; nobody is preempted for a draft.
+        The room is shared equally, and what sequences with few drafts leave goes to the others. `kept` tokens of the
+        step stay free for prompts: otherwise drafts in every step could keep a run of media rows from ever fitting."""
         decodes = schedule.num_scheduled_tokens
         limits = self._limits
         room = min(limits.draft_rows, limits.max_step_tokens - kept) - sum(decodes.values())
-        if self._blocks.state_slots:  # whatever is computed again in the next step fits it beside every decode
+        if self._blocks.state_slots:  # room for tokens computed again after wrong drafts
             room = min(room, limits.max_step_tokens - limits.max_running)
         for others, sequence in _fewest_first(decodes):
             share = -(-room // (others + 1))
             most = min(share, sequence.draft_length.now(), sequence.max_length - len(sequence.tokens) - 1)
-            if self._blocks.keeps_snapshots:  # a step of one token ends at each multiple, where the state is kept
+            if self._blocks.keeps_snapshots:  # a step of one token would end at each multiple, where the state is kept
                 begin, multiple = sequence.num_computed_tokens, self._blocks.snapshot_multiple
                 most = min(most, multiple - begin % multiple - 2)
             if most > 0 and sequence.takes_drafts:
@@ -179,8 +182,8 @@ class Planner:
                 sequence.propose(array("i"))
 
     def _ask_for_proposals(self, schedule: Schedule) -> None:
-        """Has drafts proposed that the next step may have room for, where blocks are free for what a draft model keeps
-        of them; all of those that this step verifies may be right."""
+        """Asks a draft model for as many drafts as the next step may have room for, if blocks for its own keys and
+        values are free. It assumes that all drafts which this step verifies are right."""
         work, limits = schedule.num_scheduled_tokens, self._limits
         ends = {each: each.num_computed_tokens + count for each, count in work.items()}
         drawing = [
@@ -195,11 +198,11 @@ class Planner:
                 room -= most
 
     def _by_priority(self, schedule: Schedule, prefills: list[Sequence], budget: int, in_order: int) -> int:
-        """Spends `in_order` of the budget by priority and arrival: nobody is overtaken for ever. What is left of all of
-        it."""
+        """Spends `in_order` tokens of the budget by priority and arrival, so that nobody waits forever. Returns what is
+        left of the whole budget."""
         schedule.closed = self._is_crowded() and not self._idle(schedule)
         waiting = () if schedule.closed else tuple(self._queues.waiting)
-        if in_order <= 0:  # nobody is looked at in order
+        if in_order <= 0:  # this step goes by length alone
             schedule.closed |= self._first_lacks_room(waiting)
         for sequence in heapq.merge(prefills, waiting, key=order_of):
             if in_order <= 0:
@@ -223,7 +226,8 @@ class Planner:
         return complete and not self._blocks.can_hold(identities[:hits], len(first.tokens))
 
     def _by_length(self, schedule: Schedule, prefills: list[Sequence], budget: int) -> None:
-        """Spends what is left on those with the fewest tokens to go: no short prompt stands behind a long one."""
+        """Spends the rest of the budget on the sequences with the fewest tokens left, so that short prompts do not wait
+        behind long ones."""
         waiting = () if schedule.closed else islice(self._queues.waiting, _LOOK_AHEAD)
         candidates = [*prefills, *schedule.started, *waiting]
         for sequence in sorted(
@@ -234,8 +238,8 @@ class Planner:
             budget -= self._extend(sequence, schedule, budget)
 
     def _extend(self, sequence: Sequence, schedule: Schedule, max_tokens: int) -> int:
-        """Gives a sequence up to `max_tokens` tokens more in this step, and a place where it has none;
-        how many it got."""
+        """Gives a sequence up to `max_tokens` more tokens in this step, and starts it if it is waiting. Returns how
+        many it got."""
         if sequence.at_max_length:
             return 0
         if not sequence.running:
@@ -245,15 +249,15 @@ class Planner:
         if count <= given:
             return 0
         if not self._make_room(sequence, count, schedule):
-            # What others leave is for this one: whoever started now would take it, step after step.
+            # Blocks that become free are for this one: a sequence that started now would take them, step after step.
             schedule.closed |= self._has_all_rows(sequence)
             return 0
         schedule.num_scheduled_tokens[sequence] = count
         return count - given
 
     def _admit(self, sequence: Sequence, schedule: Schedule, max_tokens: int) -> int:
-        """Starts a sequence that waits, on its cached blocks, if all its tokens could be held now. While the
-        first one in order that has all of its rows cannot start, nobody does."""
+        """Starts a waiting sequence, on its cached blocks, if all its tokens could be held now. While the first
+        sequence in order that has all its rows cannot start, nobody does."""
         if schedule.closed or sequence.wait_reason is not None or (schedule.closed_to_adapters and sequence.adapter):
             return 0
         identities = sequence.block_identities(self._blocks.block_size)
@@ -271,7 +275,7 @@ class Planner:
         complete = begin + ready == len(sequence.tokens)
         idle = self._idle(schedule) if complete and count else []
         if sequence.adapter and count and not self._find_slot(sequence, idle):
-            schedule.closed_to_adapters |= complete  # those that run end: whoever is next of these gets on
+            schedule.closed_to_adapters |= complete  # it starts when other adapters' sequences end
             return 0
         if not ready or not self._find_room(sequence, identities[:hits], idle):
             schedule.closed = complete
@@ -289,7 +293,8 @@ class Planner:
         return count
 
     def _hits(self, sequence: Sequence, identities: list[bytes]) -> int:
-        """How many of its leading blocks need not be computed: those that are cached, up to where it may begin."""
+        """How many of the sequence's leading blocks need not be computed: those that are cached, as far as it may skip
+        them."""
         size, hits = self._blocks.block_size, self._blocks.match(identities)
         if not self._limits.chunk_rule.may_begin_in_run:
             # In front of one run may be the middle of another, or a place without a snapshot.
@@ -302,8 +307,9 @@ class Planner:
         ready = sequence.num_computable(begin)
         if begin + ready == len(sequence.tokens):
             return ready
-        # A chunk that is too short, or ends inside a run of media rows whose others follow at once, would read all
-        # weights for what the next chunk gets nearly for nothing, and take its time from an encoder on the same cores.
+        # A chunk that is too short, or that ends inside a run of media rows which will be complete soon, would read all
+        # weights for tokens that the next chunk computes almost for free, and take time from an encoder on the same
+        # cores.
         ready = sequence.prompt.without_partial_media(begin, ready, self._max_media_tokens)
         return ready if 0 < self._limits.early_tokens <= ready else 0
 
@@ -320,8 +326,8 @@ class Planner:
         return count
 
     def _state_chunk(self, sequence: Sequence, begin: int, count: int, max_tokens: int) -> int:
-        """`count`, or fewer, so that layers with states compute what they would of the whole, to the last digit, and
-        states are there where others may go on from them: a chunk that begins at a multiple passes them all."""
+        """Reduces `count` if layers have states: they must compute bit for bit what they would in one chunk, and pass
+        the positions where others may continue. A chunk that begins at a multiple passes all of these."""
         end, multiple = begin + count, self._blocks.state_chunk
         if begin % multiple:
             for branch in sequence.branches(begin, end - 1):
@@ -338,9 +344,9 @@ class Planner:
         return sequence.prompt.without_partial_media(begin, end - begin, self._max_media_tokens) == end - begin
 
     def _make_room(self, sequence: Sequence, count: int, schedule: Schedule) -> bool:
-        """Grows a running sequence's table by `count` tokens: at the cost of those that can only wait, if it has all of
-        its rows, else of those behind it that the step spares. No sequence can want more blocks than there are, so the
-        first in order always gets on: there is no deadlock."""
+        """Grows a running sequence's table by `count` tokens. If blocks are missing, a sequence with all its rows
+        preempts those that can only wait, and then those behind it that are not in this step. No sequence needs more
+        blocks than exist, so the first in order always makes progress and there is no deadlock."""
         while not self._blocks.grow(sequence.table, sequence.num_computed_tokens + count):
             idle = self._idle(schedule) if self._has_all_rows(sequence) else []
             if (last := idle[-1] if idle else self._last_behind(sequence, schedule)) is None:
@@ -368,7 +374,8 @@ class Planner:
         self._blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
 
     def _find_room(self, sequence: Sequence, hits: list[bytes], idle: list[Sequence]) -> bool:
-        """Whether a sequence may run that adopts these blocks: if need be, at the cost of the last of those idle."""
+        """Whether a sequence that adopts these blocks may run; the last of the idle sequences are preempted if that is
+        needed."""
         tokens = len(sequence.tokens)
         if self._is_crowded() and not idle:
             return False
@@ -381,8 +388,8 @@ class Planner:
         return True
 
     def _find_slot(self, sequence: Sequence, idle: list[Sequence]) -> bool:
-        """Whether a sequence with an adapter may run: if need be, at the cost of those idle whose adapters are in the
-        way."""
+        """Whether a sequence with an adapter may run; idle sequences whose adapters occupy the slots are preempted if
+        that is needed."""
         running = {each: each.adapter for each in self._queues.running}
         slots = self._adapter_slots
         if slots.has_room(sequence.adapter, running.values()):
@@ -402,7 +409,7 @@ class Planner:
         return len(self._queues.running) >= self._limits.max_running
 
     def _idle(self, schedule: Schedule) -> list[Sequence]:
-        """Those that run and can compute nothing before another row lands, in order."""
+        """Running sequences that can compute nothing until more rows arrive, in order."""
         spared = [
             each
             for each in self._queues.running

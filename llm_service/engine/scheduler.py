@@ -1,5 +1,5 @@
-"""Continuous batching: what to compute in the next step, and what follows from its result. It knows requests and their
-ends; `planner` chooses, `batch` writes the plan, `block_manager` owns the KV cache."""
+"""Continuous batching: plans steps and takes in their results. It knows requests and how they end; `planner` chooses
+sequences, `batch` writes the plan, and `block_manager` owns the KV cache."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from llm_service.request import SamplingParams
 
 
 class Scheduler:
-    """Owns the sequences and, through `blocks`, their KV blocks. `eos` are the model's end tokens, `row_bytes` the
-    bytes of one row in the arena; `match` gives a matcher for a grammar, in its time, that stands behind the output so
-    far. Drafts are those of `draft`, by default a model's where one proposes them, else found by prompt look-up."""
+    """Owns the sequences and, through `blocks`, their KV blocks. `eos` are the model's end tokens and `row_bytes` is
+    the size of one row in the arena. `match` compiles a grammar, and returns a matcher that has consumed the output so
+    far. Drafts come from `draft`; by default from a model if one proposes them, otherwise from prompt look-up."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Scheduler:
 
     @property
     def limits_now(self) -> SchedulerLimits:
-        """Those of the next step, which are smaller for a while once there was too little memory for one."""
+        """The limits of the next step, which are reduced for a while after a step ran out of memory."""
         return self._cap.limits
 
     # --- what comes in -------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Scheduler:
             sequence.prompt.items[item].land(rows)
 
     def placed(self, id: int, places: list[tuple[int, int]]) -> None:
-        """Every item of a request has a place: (offset, rows that have landed there)."""
+        """Every item of a request has its place in the row arena: (offset, rows that have arrived there)."""
         for sequence in self._queues.requests.get(id, ()):
             for item, (offset, rows) in zip(sequence.prompt.items, places, strict=True):
                 item.place(offset, rows)
@@ -116,13 +116,13 @@ class Scheduler:
             sequence.take_prompt_logprobs(before)
 
     def abort(self, id: int, choice: int = -1) -> None:
-        """Ends a request, or one choice of it; unknown ones are skipped."""
+        """Ends a request, or one choice of it; an unknown id is ignored."""
         for sequence in list(self._queues.requests.get(id, ())):
             if choice in (-1, sequence.choice):
                 self._end(sequence)
 
     def end_session(self, session: int) -> None:
-        """A session is over: what is kept for it goes as the rest does, and so will what its requests give back."""
+        """Ends a session: blocks kept for it, and those that its requests give back later, are evicted like others."""
         self.blocks.end_session(session)
         for sequence in (*self._queues.waiting, *self._queues.running):
             if sequence.session == session:
@@ -178,7 +178,7 @@ class Scheduler:
         return step, started
 
     def _adapters(self, schedule: Schedule) -> StepAdapters | None:
-        """The adapters' slots in a step; None where no sequence in it has one."""
+        """The adapter slot of each sequence in a step; None if no sequence has an adapter."""
         adapters = [sequence.adapter for sequence in schedule.num_scheduled_tokens]
         if not any(adapters):
             return None
@@ -187,8 +187,8 @@ class Scheduler:
         return StepAdapters(filled, [self.adapter_slots.slot(adapter) for adapter in adapters])
 
     def _check(self) -> None:
-        """Has those whose grammar is ready take it. Ends resumed sequences whose output ends them, and fails those that
-        cannot have said it, or do not fit."""
+        """Gives matchers to sequences whose grammar is compiled. Ends resumed sequences that are already complete, and
+        fails those whose output the grammar does not allow, or that no longer fit."""
         ready = [sequence for sequence in self._unchecked if sequence.finished or sequence.grammar_ready]
         self._unchecked = [sequence for sequence in self._unchecked if sequence not in ready]
         for sequence in ready:
@@ -205,8 +205,8 @@ class Scheduler:
                 self._end(sequence)
 
     def _state_copies(self, work: dict[Sequence, int]) -> StateCopies:
-        """What is copied before, in and after a step: when all of it is chosen, so that nobody takes a snapshot's slot
-        for himself that the step is still to write."""
+        """The copies of states before, within and after a step. All of the step must be chosen already, so that no
+        sequence takes the slot of a snapshot that this step has yet to write."""
         size, copies = self.blocks.block_size, StateCopies([], [], [])
         for number, (sequence, count) in enumerate(work.items()):
             begin, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
@@ -231,7 +231,8 @@ class Scheduler:
         return copies
 
     def _fail_dead_ends(self, step: Step) -> None:
-        """They are in the step, whose tokens for them are dropped."""
+        """Fails sequences that have no token to go on with. They stay in the step, and the tokens drawn for them are
+        dropped."""
         for sequence, draw in zip(step.drawing, step.plan.draws, strict=True):
             if draw.mask_follows or sequence.finished or sequence.drafts:
                 continue
@@ -269,8 +270,8 @@ class Scheduler:
                 sequence.take_proposed(proposed)
         for sequence, token, likely in zip(step.drawing, result.tokens, result.logprobs, strict=True):
             if sequence.finished or not sequence.num_placeholders:
-                # It ended while the step was under way, and nobody else has written to its blocks meanwhile; or a draft
-                # before this place was wrong.
+                # The sequence ended while the step ran, and nobody has written to its blocks since; or an earlier draft
+                # was wrong.
                 continue
             drafts = len(sequence.drafts) if sequence.num_placeholders == len(sequence.drafts) + 1 else 0
             accepted = sequence.fill_placeholder(token)
@@ -290,9 +291,10 @@ class Scheduler:
         return output
 
     def abandon(self, steps: Seq[Step]) -> bool:
-        """None of these steps, all that are under way, was computed: there was too little memory for the first. What
-        runs begins anew, in smaller steps, and nothing is cached any more: blocks may have been found that these steps
-        were to compute. False, and nothing is done, where the first could not be smaller."""
+        """Takes back all steps under way, none of which was computed, since there was too little memory for the first.
+        Running sequences begin again in smaller steps. The prefix cache is flushed, because sequences may have adopted
+        blocks that these steps were to compute. Returns False, and changes nothing, if the first step could not be
+        smaller."""
         first = steps[0]
         if not self._cap.failed(sum(count for _, count in first.work), len(first.work)):
             return False
@@ -311,23 +313,22 @@ class Scheduler:
         return True
 
     def masks(self, step: Step) -> list[bytes]:
-        """The masks that follow the plan of a step under way: one for each draw that waits for one. Once the step in
-        front of it is finished, so that all tokens before its own are known; those that have none to go on with fail
-        now."""
+        """The masks that follow a step's plan, one for each draw that waits for one. To be called when the step before
+        has finished, so that all earlier tokens are known. Sequences that no token is allowed for fail now."""
         masks: list[bytes] = []
         for sequence, draw in step.unsettled:
             mask = b"" if sequence.finished else sequence.allowed_by(sequence.matcher)
             if draw.mask_follows:
                 masks.append(mask)
             if sequence.finished:
-                continue  # whatever is drawn for it is dropped
+                continue  # the token drawn for it will be dropped
             known = draw.with_last(sequence.tokens[sequence.num_known_tokens - 1])
             if error := dead_end(sequence, structs.replace(known, allowed_mask=mask)):
                 self._fail(sequence.id, error)
         return masks
 
     def _take_pooled(self, step: Step, result: StepResult, pooled: list[Pooled]) -> None:
-        """Adds hidden states to what is there of each prompt's; those that have all of them end."""
+        """Adds hidden states to the sums of their sequences; a sequence whose prompt is complete ends."""
         for (sequence, start), values in zip(step.pooling, result.pooled, strict=True):
             sequence.add_pooled(values, start)
         for sequence in step.embedded:
@@ -346,7 +347,7 @@ class Scheduler:
             self.blocks.commit(sequence.table, sequence.block_identity(index, size), describe)
 
     def take_notices(self) -> Notices:
-        """What has come of requests since the last call."""
+        """The events of requests since the last call."""
         return self._notices.take(self.counters.steps)
 
     def _fail(self, id: int, error: TwinlensError) -> None:
@@ -355,7 +356,7 @@ class Scheduler:
             self._notices.failed(Failed(id, code_number(error), error.reason, error.message, error.field))
 
     def _holds(self, sampling: SamplingParams) -> bool:
-        """Whether such sequences are held to what may come next."""
+        """Whether a mask restricts the tokens of such a sequence."""
         return bool(sampling.allowed_mask) or (sampling.is_matched and self._match is not None)
 
     def _end(self, sequence: Sequence) -> None:

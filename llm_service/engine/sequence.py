@@ -34,13 +34,13 @@ class WaitReason(enum.Enum):
     GRAMMAR = enum.auto()
     """Its matcher has not been taken in: it is on its way, or has just come."""
     MEDIA_ROWS = enum.auto()
-    """The next media row has not landed; or its caller has not taken the logprobs of its prompt that there are."""
+    """The next media row has not arrived, or the client has too many prompt logprobs still to read."""
     PLACEMENT = enum.auto()
     """Its items have no places in the row arena."""
     SIBLING = enum.auto()
     """The first choice of its request is still computing the prompt that they share."""
     TOKEN = enum.auto()
-    """How far it has come depends on how many of its drafts are right, which a step under way finds out."""
+    """Its length is unknown until a step under way has verified its drafts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class Sequence:
     choice: int
     prompt: Prompt
     tokens: array[int]
-    """int32: the prompt's, and those chosen behind it, with `PLACEHOLDER` for each that is not known."""
+    """int32: the prompt, then the chosen tokens, with `PLACEHOLDER` for each that is not known yet."""
     identities: BlockIdentities
     sampling: SamplingParams
     seed: int
@@ -77,33 +77,34 @@ class Sequence:
     matcher_future: Future[Matcher] | None = None
     """The matcher of its grammar that is on its way."""
     matcher: Matcher | None = None
-    """Stands behind the tokens that are known."""
+    """Has consumed the known tokens of the output."""
     first_choice: Sequence | None = None
     """The one that computes the prompt that they share."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is computed by steps up to the last one planned."""
+    """Tokens whose KV is computed, steps that are planned included."""
     num_placeholders: int = 0
     placeholder_draw: int = 0
-    """Which draw of its step chooses the last placeholder."""
+    """Index of the draw that chooses the last placeholder."""
     running: bool = False
     num_resumed_tokens: int = 0
-    """Tokens of the output that were there when it came."""
+    """Output tokens that the request brought with it."""
     num_starts: int = 0
     """How often it has started: once, and again after each preemption."""
     num_tokens_with_logprobs: int = 0
     """Tokens of the prompt that have theirs by steps up to the last one planned, or need none."""
     num_logprobs_taken: int = 0
-    """Tokens of the prompt whose logprobs its caller has taken."""
+    """Prompt tokens whose logprobs the client has read."""
     finished: bool = False
     rolled_back: bool = False
-    """Layers have states and one of its drafts was wrong: the next step computes what is known from before them on."""
+    """The model has layers with states, and a draft was wrong: the next step computes the known tokens again from
+    before the drafts."""
     table: BlockTable = field(default_factory=BlockTable)
     drafts: array[int] = field(default_factory=lambda: array("i"))
-    """int32: what the step under way verifies behind the last known token."""
+    """int32: the tokens that the step under way verifies behind the last known token."""
     draft_masks: list[bytes] = field(default_factory=list)
-    """What its structure allows behind none, one, … of the drafts, as `Draw.allowed_mask` has it."""
+    """The grammar's mask behind 0, 1, … drafts, in the form of `Draw.allowed_mask`."""
     proposed: array[int] = field(default_factory=lambda: array("i"))
-    """int32: what a model proposed with the last step."""
+    """int32: the drafts that a model proposed with the last step."""
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
     plain: bool = False
     """The likeliest token is drawn, and nothing else asked."""
@@ -114,7 +115,7 @@ class Sequence:
     """float64 [hidden]: the sum of hidden states since it was started last."""
     _waits_for: WaitReason | None = None
     _branches: dict[int, Place] = field(default_factory=dict)
-    """Where, in tokens, states are kept for others, in ascending order."""
+    """Positions where states are kept for other sequences, in ascending order."""
 
     @classmethod
     def of(cls, add: Add, limits: SchedulerLimits, eos: tuple[int, ...], *, arrival: int, seed: int) -> list[Sequence]:
@@ -162,7 +163,7 @@ class Sequence:
             session=add.session,
             seed=seed if sampling.seed is None else sampling.seed,
             order=order,
-            # Where nothing is generated, a prompt may be as long as the context: what stands behind it is no token.
+            # If nothing is generated, a prompt may fill the whole context: its placeholder is not a token.
             max_length=min(most + (add.pooling is not None), length + sampling.max_tokens),
             stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
             turn_ends=eos,
@@ -182,17 +183,17 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Tokens chosen so far, those of steps under way included."""
+        """Number of tokens chosen so far, including those of steps under way."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def has_begun(self) -> bool:
-        """A token has been chosen beyond those that it came with."""
+        """Whether a token has been chosen, besides those that the request brought."""
         return self.generated > self.num_resumed_tokens
 
     @property
     def output(self) -> array[int]:
-        """The tokens behind the prompt, as far as they are known."""
+        """The known tokens behind the prompt."""
         return self.tokens[self.prompt_tokens : self.num_known_tokens]
 
     @property
@@ -202,7 +203,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is still to be computed."""
+        """Number of tokens whose KV is still to be computed."""
         return len(self.tokens) - self.num_computed_tokens
 
     @property
@@ -223,18 +224,19 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """All of its tokens are known, and its prompt is computed. Before its least tokens a structure may leave
-        nothing to be drawn, which is looked for behind what is known alone."""
+        """Whether drafts can be verified: all tokens are known and the prompt is computed. Below `min_tokens` a grammar
+        may allow no token, which is only checked behind known tokens."""
         computed = self.pending == 1 and self.num_computed_tokens >= self.prompt_tokens and not self.num_placeholders
         return computed and (not self.sampling.is_held or self.generated >= self.sampling.min_tokens)
 
     @property
     def grammar_ready(self) -> bool:
-        """Its matcher is there, if it needs one."""
+        """Whether its matcher is ready, or it needs none."""
         return self.matcher_future is None or self.matcher_future.done()
 
     def num_computable(self, begin: int) -> int:
-        """How many tokens from `begin` on can be computed now: those before the first media row that has not landed."""
+        """How many tokens from `begin` on can be computed now: those before the first media row that has not
+        arrived."""
         return max(0, self.prompt.computable_end(begin, len(self.tokens)) - begin)
 
     def num_before_logprobs_wait(self, begin: int, most: int) -> int:
@@ -245,49 +247,50 @@ class Sequence:
         return (len(self.tokens) if end >= self.prompt_tokens else end - 1) - begin
 
     def find_branches(self, multiple: int, shared: int) -> None:
-        """Before it starts: finds where others may leave what it computes, each the last multiple before one. That is
-        behind its first `shared` tokens, where another one has left already, at branches of its prompt, and at the end
-        of all its tokens."""
+        """Finds the positions where others may continue from this sequence's state, each the last multiple before a
+        branch: where another sequence left the first `shared` tokens, at branches of the prompt, and at the end. Called
+        before it starts."""
         found = {(len(self.tokens) - 1) // multiple * multiple: Place.END}
         found |= self.prompt.branches(multiple, self.turn_ends)
         found[shared // multiple * multiple] = Place.BRANCH
         self._branches = dict(sorted(found.items()))
 
     def branches(self, begin: int, end: int) -> dict[int, Place]:
-        """The branches behind `begin` and up to `end`, the first one first."""
+        """The branches in (begin, end], in ascending order."""
         return {branch: place for branch, place in self._branches.items() if begin < branch <= end}
 
     def use_grammar(self, matcher: Future[Matcher]) -> None:
-        """Its tokens follow a grammar, whose matcher is on its way."""
+        """Constrains its tokens by a grammar, which is still being compiled."""
         self.matcher_future = matcher
 
     def take_matcher(self) -> None:
-        """Only where its grammar is ready. Raises InvalidInput where the grammar does not allow the output so far."""
+        """Takes the matcher, which must be ready. Raises InvalidInput if the grammar does not allow the output so
+        far."""
         if self.matcher_future is not None:
             self.matcher, self.matcher_future = self.matcher_future.result(), None
 
     def start(self, computed: int) -> None:
-        """It runs; the KV of its first `computed` tokens is there."""
+        """Marks the sequence as running; the KV of its first `computed` tokens is cached."""
         self.running, self.num_computed_tokens = True, computed
         self.num_starts += 1
         self._pooled = None
 
     def preempt(self) -> None:
-        """It runs no longer, and holds no block: its KV is to be computed again."""
+        """Stops running. It holds no blocks, and its KV must be computed again."""
         self.running, self.num_computed_tokens, self.rolled_back = False, 0, False
 
     def forget_placeholders(self) -> None:
-        """What was to choose them is not computed."""
+        """Removes placeholders whose steps were abandoned."""
         if self.num_placeholders:
             del self.tokens[-self.num_placeholders :]
         self.num_placeholders, self.drafts, self.proposed = 0, array("i"), array("i")
 
     def forget_logprobs(self, first: int) -> None:
-        """Those of the prompt's tokens from this one on are not computed."""
+        """Marks logprobs of prompt tokens from this one on as not computed."""
         self.num_tokens_with_logprobs = min(self.num_tokens_with_logprobs, first)
 
     def finish(self) -> None:
-        """Nothing more is to be computed for it."""
+        """Ends the sequence: nothing more is computed for it."""
         self.running, self.finished = False, True
         if self.matcher_future is not None:
             self.matcher_future.cancel()
@@ -297,7 +300,7 @@ class Sequence:
         self.first_choice = None
 
     def end_session(self) -> None:
-        """What it gives back is kept for no session."""
+        """Blocks that it gives back are no longer kept for a session."""
         self.session = 0
 
     def wait_for_rows(self) -> None:
@@ -324,32 +327,32 @@ class Sequence:
         self._waits_for = None
 
     def advance(self, count: int) -> None:
-        """A step has been planned that computes the next `count` tokens, and logprobs of what follows them in the
-        prompt."""
+        """Records that a step was planned which computes the next `count` tokens, and the logprobs of the prompt tokens
+        that follow them."""
         self.num_computed_tokens += count
         self.rolled_back = False
         if self.num_tokens_with_logprobs < self.prompt_tokens:
             computed = min(self.num_computed_tokens + 1, self.prompt_tokens)
             self.num_tokens_with_logprobs = max(
                 self.num_tokens_with_logprobs, computed
-            )  # it may be behind, after a preemption
+            )  # it may lie behind them after a preemption
 
     def add_pooled(self, values: bytes, start: int) -> None:
-        """A step that was planned after it was started for the `start`-th time gives this sum of hidden states, float32
-        [hidden]. If it has been started anew since, all of them are computed anew."""
+        """Adds a sum of hidden states, float32 [hidden], of a step planned after start number `start`. A sum from
+        before the last start is dropped: all of them are computed again."""
         if start != self.num_starts:
             return
         more = np.frombuffer(values, np.float32)
         self._pooled = more.astype(np.float64) if self._pooled is None else self._pooled + more
 
     def take_pooled(self) -> bytes:
-        """What its pooling makes of all that was added, float32 [hidden]. Only when its prompt is computed."""
+        """The pooled hidden state, float32 [hidden]. The whole prompt must be computed."""
         assert self._pooled is not None, "a prompt has hidden states"
         found = self._pooled / self.prompt_tokens if self.pooling is Pooling.MEAN else self._pooled
         return found.astype(np.float32).tobytes()
 
     def propose(self, drafts: array[int]) -> None:
-        """The next step verifies these tokens behind the last one, which is known, as far as the structure allows
+        """Has the next step verify these tokens behind the last one, which is known, as far as the grammar allows
         them."""
         self.drafts, self.draft_masks = drafts, []
         if not self.sampling.is_held or not drafts:
@@ -357,9 +360,9 @@ class Sequence:
         ahead = None if self.matcher is None else self.matcher.deep_copy()
         for count in range(len(drafts) + 1):
             mask = self.allowed_by(ahead)
-            if count and ahead is not None and ahead.is_error():  # met behind a draft, which may be wrong
+            if count and ahead is not None and ahead.is_error():  # found behind a draft, which may be wrong
                 break
-            if not leaves_any(mask, self.bad_ends(drafts[:count])):  # likewise; else it fails, once there are no drafts
+            if not leaves_any(mask, self.bad_ends(drafts[:count])):  # here too; without drafts it fails
                 break
             self.draft_masks.append(mask)
             if count == len(drafts) or (ahead is not None and ahead.is_stopped()):
@@ -372,28 +375,28 @@ class Sequence:
         self.drafts = drafts[: max(0, len(self.draft_masks) - 1)]
 
     def allowed_by(self, matcher: Matcher | None) -> bytes:
-        """The mask of what its caller and a matcher allow next; empty where anything may come."""
+        """The mask of tokens that the client and a matcher allow next; empty if all are allowed."""
         return both(b"" if matcher is None else matcher.compute_bitmask(), self.sampling.allowed_mask)
 
     def bad_ends(self, drafts: Iterable[int] = ()) -> tuple[int, ...]:
-        """The tokens that cannot be chosen behind these drafts, since they complete a bad word: as far as that does not
-        depend on a token that is not known."""
+        """The tokens that may not be chosen behind these drafts, because they would complete a bad word. Bad words that
+        depend on a token not known yet are left out."""
         if self.bad_words is None or self.num_placeholders:
             return () if self.bad_words is None else self.bad_words.alone
         return self.bad_words.banned(self._end(self.bad_words.reach) + array("i", drafts))
 
     def bad_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Where the last token is not known: the second token of such a pair cannot be chosen behind the first."""
+        """For a last token that is not known yet: pairs whose second token may not be chosen behind the first."""
         if self.bad_words is None or not self.num_placeholders:
             return ()
         return self.bad_words.banned_behind(self._end(self.bad_words.reach))
 
     def _end(self, count: int) -> array[int]:
-        """The last tokens of the output that is known, so many at most."""
+        """The last `count` known tokens of the output, or all if there are fewer."""
         return self.tokens[max(self.prompt_tokens, self.num_known_tokens - count) : self.num_known_tokens]
 
     def take_proposed(self, drafts: list[int]) -> None:
-        """What may follow its last token, which is known."""
+        """Takes a model's drafts behind its last token, which is known."""
         self.proposed = array("i", drafts)
 
     def append_placeholder(self, draw: int) -> None:
@@ -411,7 +414,7 @@ class Sequence:
         return bool(self.drafts) and self._verify(token)
 
     def _verify(self, token: int) -> bool:
-        """Where this was not the draft, what was chosen and computed behind it counts for nothing."""
+        """Whether this token was the draft. If not, what was chosen and computed behind it is invalid."""
         right = len(self.drafts) - self.num_placeholders
         if self.num_placeholders and token == self.drafts[right]:
             return True
@@ -420,24 +423,23 @@ class Sequence:
             del self.tokens[-self.num_placeholders :]
         self.rolled_back = self.table.spare >= 0 and right < len(self.drafts)
         self.num_placeholders, self.drafts = 0, array("i")
-        # A state holds all that was computed, wrong drafts as well; keys and values behind the right ones are written
-        # over.
+        # A state includes wrong drafts too; keys and values behind the right ones are overwritten.
         valid = len(self.tokens) - 2 - right if self.rolled_back else len(self.tokens) - 1
         self.num_computed_tokens = min(self.num_computed_tokens, valid)
         return False
 
     def block_identity(self, index: int, block_size: int) -> bytes:
-        """The identity of block number `index` of the sequence, all of whose tokens must be known."""
+        """The identity of block number `index`; all its tokens must be known."""
         self._begin_like_first_choice(block_size)
         return self.identities.at(index, self.tokens, block_size)
 
     def block_content(self, index: int, block_size: int) -> BlockContent:
-        """What block number `index` holds, whose identity has been asked for."""
+        """The content of block number `index`; its identity must have been computed."""
         return self.identities.content(index, self.tokens, block_size, self.adapter, self.prompt.plain_root)
 
     def block_identities(self, block_size: int) -> list[bytes]:
-        """The identities of the blocks that need not be computed where they are cached: all full ones, up to the first
-        token of which it is asked what comes after it. At the latest that is the last one."""
+        """The identities of all full blocks that need not be computed if they are cached: at most up to the last token,
+        and only up to the first token whose successor is asked for."""
         asked = (
             len(self.tokens) if self.num_tokens_with_logprobs >= self.prompt_tokens else self.num_tokens_with_logprobs
         )
