@@ -11,7 +11,7 @@ from llm_service.settings import EngineSettings
 
 
 def load(settings: EngineSettings, arena_fd: int) -> Loaded:
-    """Loads the model on every rank and makes the KV cache. Raises CheckpointError where that cannot be."""
+    """Loads the model on every rank and allocates the KV cache. Raises CheckpointError if that fails."""
     from llm_service.layers.group import ALONE  # torch takes a second to import
     from llm_service.worker.executor import GroupExecutor, LoneExecutor
     from llm_service.worker.load import load_rank
@@ -29,7 +29,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     runner, changeover, host_cache = rank.runner, rank.changeover, rank.runner.host_cache
     late_compiles = LateCompiles()
     if settings.device != "cpu":
-        late_compiles.watch()  # other ranks compile what this one does
+        late_compiles.watch()  # the other ranks compile the same kernels
     if ranks is not None:
         ranks.wait_for_all()
     return Loaded(

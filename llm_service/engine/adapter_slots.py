@@ -1,4 +1,5 @@
-"""Which adapter is in which of the workers' slots. Those of sequences that run stay; the longest unused gives way."""
+"""Which adapter occupies which of the workers' slots. Adapters of running sequences stay; the least recently used one
+is evicted."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ class AdapterSlots:
         """How often one was filled."""
 
     def has_room(self, adapter: int, running: Collection[int]) -> bool:
-        """Whether a sequence with this adapter may run beside those of `running`, which are pinned."""
+        """Whether a sequence with this adapter may run beside sequences with the adapters `running`, which are
+        pinned."""
         return not adapter or len({*running, adapter} - {0}) <= self.count
 
     def assign(self, adapters: Iterable[int], running: Collection[int]) -> list[tuple[int, int]]:
-        """Gives all adapters of a step a slot; those of `running`, all of these among them, have room. What has to be
-        filled for that: (slot, adapter)."""
+        """Gives a slot to each adapter of a step, all of which are among `running` and fit. Returns the slots to fill:
+        (slot, adapter)."""
         filled: list[tuple[int, int]] = []
         for adapter in adapters:
             if adapter and adapter not in self._held:
@@ -40,16 +42,16 @@ class AdapterSlots:
         return self._held.pop(unused)
 
     def slot(self, adapter: int) -> int:
-        """Where an adapter is that has been assigned; -1 for none."""
+        """The slot of an assigned adapter; -1 for no adapter."""
         return self._held[adapter] if adapter else -1
 
     def forget(self, adapter: int) -> None:
-        """No sequence has this adapter any more, nor will one."""
+        """Frees the slot of an adapter that no sequence has or will have again."""
         if (slot := self._held.pop(adapter, None)) is not None:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """No slot has what it was given."""
+        """Marks all slots as empty."""
         self._held.clear()
         self._free = list(range(self.count))[::-1]
 

@@ -1,5 +1,5 @@
-"""Texts that an answer cannot have, as the runs of tokens that they are made of: the last token of a run is banned
-where the others stand before it."""
+"""Texts that an answer must not contain, as runs of tokens: the last token of a run is banned where the output ends
+with the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Run = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """`alone` are runs of one token; `longer` has the others by their last token but one. What is asked with is the end
-    of an answer, of `reach` tokens or more where it has so many."""
+    """`alone` are runs of one token; `longer` has the other runs by their last token but one. Lookups take the last
+    `reach` tokens of an output, or more, or all if there are fewer."""
 
     alone: Run
     longer: dict[int, list[Run]]
@@ -21,7 +21,7 @@ class BadWords:
 
     @classmethod
     def of(cls, runs: Iterable[Run]) -> BadWords | None:
-        """None where there are none."""
+        """None if there are no runs."""
         each = list(dict.fromkeys(runs))
         longer: dict[int, list[Run]] = {}
         for run in each:

@@ -1,5 +1,5 @@
-"""What becomes of the KV blocks that prompts can find, in the order in which it happens, for whoever keeps an index of
-them outside the service."""
+"""Which KV blocks can be found by prompts and which no longer, in the order of the changes, for indexes outside the
+service."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from llm_service.engine.block_identity import BlockContent
 from llm_service.engine.messages import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Medium
 
 Describe = Callable[[int], BlockContent]
-"""What is in a block, by its place in the table of the sequence that has it."""
+"""Returns the content of a block, given its index in the table of the sequence that has it."""
 
 
 class BlockObserver:
-    """Hears which blocks can be found from now on, and which cannot, by their identities. This one makes nothing of
-    it."""
+    """Is told by identity which blocks can be found from now on, and which no longer. This one ignores it."""
 
     def computed(self, identity: bytes, index: int, describe: Describe | None) -> None:
-        """A block of the device is found by its identity; `describe` says what is in number `index` of a table."""
+        """A block on the device can be found by its identity; `describe` tells the content of block `index` of a
+        table."""
 
     def loaded(self, identity: bytes, index: int, describe: Describe | None) -> None:
-        """What the host has is in a block of the device again; likewise."""
+        """A block of the host was loaded to the device again; `describe` as above."""
 
     def evicted(self, identity: bytes) -> None:
         """The device has it no more."""
@@ -43,15 +43,15 @@ class _Known:
 
 
 class BlockEvents(BlockObserver):
-    """Keeps what it hears until it is taken. A block of which nobody has said yet what is in it, as one that has come
-    to the host from elsewhere, is not told of before a sequence has it."""
+    """Collects events until they are taken. A block whose content nobody has described yet, such as one that arrived in
+    host memory from elsewhere, is announced when a sequence first uses it."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, _Known] = {}
         self._events: list[BlockEvent] = []
 
     def take(self) -> list[BlockEvent]:
-        """What has happened since the last call."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -1,5 +1,5 @@
-"""KV blocks that come from another service, or go to one: the engine's part. The front reads and writes them in the
-host's memory; here it is told where, once nobody else reads or writes there."""
+"""KV blocks that come from or go to other services: the engine's part. The front reads and writes them in host memory;
+the engine tells it where, once nobody else reads or writes there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llm_service.worker.messages import OffloadBlocks
 
 
 class BlockExchange:
-    """`offload` has ranks copy blocks to the host, behind all steps that were planned, and then calls what it is given;
-    `send` answers the front, from any thread."""
+    """`offload` has all ranks copy blocks to the host, after all steps planned so far, and then calls the function that
+    it was given; `send` answers the front, from any thread."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class BlockExchange:
         self._awaited: dict[int, tuple[list[bytes], list[int]]] = {}
 
     def take(self, message: FindBlocks | LendBlocks | BlocksRead | AwaitBlocks | BlocksArrived) -> None:
-        """Does what the front asks for."""
+        """Carries out a request of the front."""
         match message:
             case FindBlocks():
                 self._find(message)
@@ -62,11 +62,11 @@ class BlockExchange:
         self._answer_behind(BlocksAnswer(id=message.id, places=places))
 
     def _arrived(self, message: BlocksArrived) -> None:
-        """Lets prompts find what has come, and gives the other places back."""
+        """Lets prompts find the blocks that arrived, and gives the other places back."""
         identities, places = self._awaited.pop(message.id, ([], []))
         self._blocks.host.filled(identities[: message.count], places)
 
     def _answer_behind(self, answer: BlocksAnswer) -> None:
-        """Answers once copies to the host that these places wait for are made, and those from them that may be under
-        way have ended."""
+        """Answers when the copies to these places have been made, and copies from them that may be under way have
+        ended."""
         self._offload(OffloadBlocks(self._blocks.host.take_offloads()), partial(self._send, answer))

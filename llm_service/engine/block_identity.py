@@ -1,7 +1,7 @@
-"""What a block of KV cache holds, as a name by which others find it.
+"""What a KV block contains, as a hash by which other sequences find it.
 
-A block's identity is a 256-bit hash of its parent's, its tokens, and (key, row) of every media row in it, with where it
-stands; the tenant's salt is in the first.
+A block's identity is a 256-bit hash of its parent's identity, its tokens, and (key, row, position) of every media row
+in it. The tenant's salt is hashed into the first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MediaRun(NamedTuple):
 
 
 class BlockRows(NamedTuple):
-    """Media rows of a block: so many rows of an item from row `first` on, from place `at` in the block on."""
+    """Media rows in a block: `rows` rows of an item, beginning with row `first`, at position `at` of the block."""
 
     key: bytes
     first: int
@@ -42,9 +42,9 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockContent:
-    """What a block holds, for others to compare with: its parent's identity, None where it is the first; its int32
-    tokens; the number of the adapter; and, in hexadecimal, a digest of whatever else others would have to have in
-    common with it: each item with rows in it, and of a first block whose prompt is not for everybody, its root."""
+    """A block's content, for comparison outside the service: the parent's identity, None for a first block; the int32
+    tokens; the adapter's number; and a hexadecimal digest of everything else that must be equal: each item with rows in
+    the block, and the root of a first block whose prompt is not shared with everybody."""
 
     parent: bytes | None
     token_ids: bytes
@@ -53,23 +53,23 @@ class BlockContent:
 
 
 def block_identity(parent: bytes, token_ids: bytes, media: Seq[BlockRows]) -> bytes:
-    """The identity of a full block: SHA-256 over its parent's, its int32 tokens, and the media runs in it. Where they
-    stand does not follow from the tokens: a caller who lays a prompt out may have an item's token stand for no row."""
+    """The identity of a full block: SHA-256 over its parent's identity, its int32 tokens, and the media runs in it. The
+    runs' positions do not follow from the tokens, since a client that lays a prompt out may use an item's token without
+    a row."""
     parts = [part for key, *numbers in media for part in (key, *(each.to_bytes(8, "little") for each in numbers))]
     return hashlib.sha256(framed(parent, token_ids, *parts)).digest()
 
 
 def root_identity(salt: str, adapter: bytes = b"") -> bytes:
-    """The parent of a first block: tenants with different salts share nothing, nor do those whose keys and values
-    different adapters compute; `adapter` is the digest of one."""
+    """The parent of a first block. Prompts with different salts share no blocks, nor do prompts with different
+    adapters; `adapter` is an adapter's digest."""
     return hashlib.sha256(framed(b"twinlens kv root", salt.encode(), *([adapter] if adapter else []))).digest()
 
 
 class BlockIdentities:
-    """The identities of a sequence's full blocks, each worked out when it is first asked for. `root` is the parent of
-    the first block, `runs` are the sequence's media, in order. From place `other_from` on what blocks hold depends on
-    that place: nobody else has the same there. `known` are those of the first blocks, one behind the other, as far as
-    they have been worked out before."""
+    """The identities of a sequence's full blocks, computed on demand. `root` is the parent of the first block, and
+    `runs` are the sequence's media in order. From position `other_from` on, the content of blocks depends on the
+    sequence, and no other sequence has it. `known` are the identities computed so far, from the first block on."""
 
     def __init__(self, root: bytes, runs: Seq[MediaRun], other_from: int = NEVER, known: bytes = b"") -> None:
         self._root, self._other_from = root, other_from
@@ -81,17 +81,18 @@ class BlockIdentities:
         return len(self._known)
 
     def begin_like(self, other: BlockIdentities, count: int) -> None:
-        """The first `count` blocks hold what those of another sequence do. Only while none is known."""
+        """Takes over the identities of another sequence for the first `count` blocks, which are equal. None may be
+        known yet."""
         self._known = other._known[:count]
 
     def first(self, count: int, tokens: array[int], block_size: int) -> list[bytes]:
-        """Those of the first `count` blocks of a sequence of these tokens, all of which must be known."""
+        """The identities of the first `count` blocks of a sequence with these tokens, all of which must be known."""
         if count:
             self.at(count - 1, tokens, block_size)
         return self._known[:count]
 
     def at(self, index: int, tokens: array[int], block_size: int) -> bytes:
-        """That of block number `index` of a sequence of these tokens, all of which must be known."""
+        """The identity of block number `index` of a sequence with these tokens, all of which must be known."""
         while len(self._known) <= index:
             number = len(self._known)
             begin, end = number * block_size, (number + 1) * block_size
@@ -103,8 +104,8 @@ class BlockIdentities:
         return self._known[index]
 
     def content(self, index: int, tokens: array[int], block_size: int, adapter: int, plain_root: bytes) -> BlockContent:
-        """What is in block number `index`, whose identity has been asked for. A prompt that depends on nothing but its
-        tokens, its items and the adapter has that root."""
+        """The content of block number `index`, whose identity must have been computed. `plain_root` is the root of
+        prompts that depend on nothing but tokens, items and adapter."""
         begin, end = index * block_size, (index + 1) * block_size
         keys = [] if index or self._root == plain_root else [self._root.hex()]
         if begin <= self._other_from < end:

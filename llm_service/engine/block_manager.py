@@ -1,8 +1,9 @@
-"""KV blocks: who holds which, and which computed ones can be used again.
+"""KV blocks: which sequences hold them, and which computed ones can be reused.
 
-A block is given its identity (`block_identity`) only once its KV is computed. Blocks in use are never evicted; free
-ones that still hold something are, least recently freed first, a sequence's tail before its head, and those of a live
-session (`RetainedBlocks`) last of all. What is evicted may be found in the host's memory (`HostBlocks`)."""
+A block gets its identity (`block_identity`) when its KV has been computed. Blocks in use are never evicted. Free blocks
+with an identity are evicted least recently freed first, a sequence's tail before its head, and those of a live session
+(`RetainedBlocks`) last. Evicted blocks may still be in host memory (`HostBlocks`).
+"""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ class Block:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks that one sequence holds, and its state slot, -1 for none, owned by it until `BlockManager.free`.
-    Likewise the `row` where workers keep the table, -1 for none, whose first `num_sent` blocks they know. Identities
-    cover its full blocks. `source`: the slot of the snapshot that its next step begins with, -1 for none; `spare`: the
-    one where the state is that was there before its drafts. `reserved` snapshots wait for their blocks' identities;
-    `rolling` is the one that the next of an answer replaces."""
+    """The blocks of one sequence and its state slot (-1: none), which it owns until `BlockManager.free`. `row` is the
+    row of the workers' block tables (-1: none), which know the first `num_sent` blocks. `identities` are those of the
+    full blocks. `source` is the slot of the snapshot that the next step begins with (-1: none); `spare` is the slot
+    that keeps the state from before the drafts (-1: none). `reserved` are snapshots whose blocks have no identity yet;
+    `rolling` is the identity of the answer's snapshot that its next one replaces."""
 
     blocks: list[int] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
@@ -85,7 +86,7 @@ class BlockManager:
         self.state_chunk = state_chunk
         self._states = StateSlots(state_slots, session_share, self._kept_for)
         self._blocks = [Block(number) for number in range(count)]
-        # Free blocks in the order in which they are taken: empty ones first, then the longest unused.
+        # Free blocks in the order in which they are taken: empty ones first, then the least recently used.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
         self._retained = RetainedBlocks(int(count * session_share))
         self._by_identity: dict[bytes, int] = {}
@@ -116,7 +117,7 @@ class BlockManager:
 
     @property
     def state_slots(self) -> int:
-        """Slots of states in all; 0 where no layer has any."""
+        """Number of state slots; 0 if no layer has states."""
         return self._states.total
 
     @property
@@ -136,7 +137,7 @@ class BlockManager:
 
     @property
     def snapshot_multiple(self) -> int:
-        """Tokens; snapshots are taken at multiples of them, where a block ends and the state has been cut."""
+        """Snapshots are taken at multiples of this many tokens, where a block ends and chunks of states end."""
         return math.lcm(self.block_size, self.state_chunk)
 
     def blocks_for(self, tokens: int) -> int:
@@ -144,35 +145,36 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def match(self, identities: Seq[bytes]) -> int:
-        """How many of the leading identities are cached, up to the last snapshot where layers have states."""
+        """How many of the leading identities are cached; if layers have states, only up to the last one with a
+        snapshot."""
         count = self.match_blocks(identities)
         while self.state_slots and count and identities[count - 1] not in self._states:
             count -= 1
         return count
 
     def match_blocks(self, identities: Seq[bytes]) -> int:
-        """How many of the leading identities are cached, whatever there is of states."""
+        """How many of the leading identities are cached, regardless of states."""
         if not self.prefix_cache:
             return 0
         known, host = self._by_identity, self.host
         return next((n for n, each in enumerate(identities) if each not in known and each not in host), len(identities))
 
     def adopt(self, table: BlockTable, identities: Seq[bytes], describe: Describe | None = None) -> None:
-        """Gives an empty table the cached blocks of these identities, all of which `match` has found, and a state slot
-        where sequences have states. No more sequences run than there are slots. What the host alone has is loaded into
-        other blocks, for which there is room (`can_hold`). `describe` says what is in the blocks."""
+        """Gives an empty table the cached blocks of these identities, all found by `match`, a row, and a state slot if
+        layers have states; there is a slot for every sequence that may run. Blocks that only the host has are loaded
+        into free blocks, for which there must be room (`can_hold`). `describe` tells the content of the blocks."""
         if self._free_rows:
             table.row = self._free_rows.pop()
         else:
             table.row, self._rows = self._rows, self._rows + 1
         if self.state_slots:
-            # The snapshot's own slot may be the one that is taken. What another one held is copied before steps write.
+            # The slot taken may be the snapshot's own. Any other snapshot is copied before steps overwrite it.
             source = self._states.find(identities[-1]) if identities else -1
             table.slot = self._states.take()
             table.source = -1 if source == table.slot else source
         on_host = {identity: at for at, identity in enumerate(identities) if identity not in self._by_identity}
         self.host.need(on_host)
-        for identity in identities:  # before any other is evicted for what is loaded
+        for identity in identities:  # so that loading below does not evict them
             if identity in self._by_identity:
                 self._hold(self._blocks[self._by_identity[identity]])
         for identity, index in on_host.items():
@@ -202,7 +204,8 @@ class BlockManager:
         return self.blocks_for(tokens) - len(hits) + idle <= free
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
-        """Takes blocks until the table holds `tokens` tokens; takes none and answers False where there are too few."""
+        """Takes blocks until the table has room for `tokens` tokens. If there are too few, takes none and returns
+        False."""
         missing = self.blocks_for(tokens) - len(table.blocks)
         if missing <= 0:
             return True
@@ -212,7 +215,7 @@ class BlockManager:
         return True
 
     def _take(self) -> Block:
-        """A block for new tokens, or for what is loaded; whatever it still held, the host keeps. There must be one."""
+        """A block for new or loaded tokens; the host keeps what it still held. A block must be free."""
         block = self._blocks[self._free.popitem(last=False)[0] if self._free else self._retained.pop()]
         if block.identity is not None:
             self._idle_named -= 1
@@ -236,7 +239,7 @@ class BlockManager:
             self._keep(table, table.reserved.popleft())
 
     def _keep(self, table: BlockTable, reserved: Reserved) -> None:
-        """Lets others find a snapshot; that of an answer takes the place of the one before it, which nobody wanted."""
+        """Makes a snapshot findable. An answer's snapshot replaces the one before it, unless that one was used."""
         index, identity = reserved.index, table.identities[reserved.index]
         if identity not in self._by_identity:
             self._states.cancel(reserved.ticket)
@@ -267,7 +270,8 @@ class BlockManager:
         table.blocks.clear()
         table.identities.clear()
         if table.row >= 0:
-            # Steps run one after the other: whatever one of them reads there comes before another table's blocks.
+            # Steps run in order: what one of them reads in this row is read before another table's blocks are written
+            # there.
             self._free_rows.append(table.row)
             table.row, table.num_sent = -1, 0
         if table.slot >= 0:
@@ -280,7 +284,7 @@ class BlockManager:
         table.rolling = b""
 
     def take_appended(self, tables: Seq[BlockTable]) -> list[Appended]:
-        """What workers are yet to be told of these tables, with the next step."""
+        """The blocks of these tables that workers do not know yet; the next step's plan tells them."""
         found: list[Appended] = []
         for table in tables:
             if table.num_sent < len(table.blocks):
@@ -289,8 +293,8 @@ class BlockManager:
         return found
 
     def take_sources(self, tables: Seq[BlockTable]) -> list[tuple[int, int]]:
-        """(snapshot's slot, sequence's slot) of those that begin with a snapshot: copied, in this order, before the
-        next step computes."""
+        """(snapshot's slot, sequence's slot) of sequences that begin with a snapshot: copied in this order before the
+        next step."""
         pairs = [(table.source, table.slot) for table in tables if table.source >= 0]
         for table in tables:
             table.source = -1
@@ -298,8 +302,9 @@ class BlockManager:
         return pairs
 
     def take_spare(self, table: BlockTable, most: int) -> bool:
-        """Has the next step leave a table's state as it is before its drafts, and go on in another slot, in which there
-        may have been a snapshot; where layers have states. False where `most` tables do that, or no slot can be had."""
+        """Has the next step keep a table's state from before its drafts, and continue in another slot, which may be a
+        snapshot's. Returns False if `most` tables do so already, or there is no slot. Does nothing if layers have no
+        states."""
         if not self.state_slots:
             return True
         slot = self._states.take_spare() if self._spares < most else None
@@ -310,8 +315,8 @@ class BlockManager:
         return True
 
     def drafts_verified(self, table: BlockTable, *, right: bool) -> None:
-        """The state behind all drafts is that of the table's tokens; or else the next step begins with the one before
-        them."""
+        """Keeps the state behind the drafts if all were right; otherwise the next step begins with the state from
+        before them."""
         if not right:
             table.slot, table.spare = table.spare, table.slot
         self._give_up_spare(table)
@@ -323,9 +328,9 @@ class BlockManager:
             table.spare = -1
 
     def snapshot(self, table: BlockTable, index: int, identity: bytes | None, place: Place) -> int | None:
-        """The slot of a new snapshot, which gets the state behind block number `index` when the next step computes it;
-        None where there is this snapshot, or no room for one. That of an answer has no identity yet, and the next one
-        of the sequence replaces it."""
+        """Reserves a slot for a snapshot of the state behind block number `index`, which the next step computes. None
+        if that snapshot exists or there is no room. An answer's snapshot has no identity yet, and is replaced by the
+        next one of the sequence."""
         if not self.keeps_snapshots or identity in self._states:
             return None
         if place is Place.ANSWER:
@@ -340,7 +345,7 @@ class BlockManager:
         return slot
 
     def flush(self) -> int:
-        """Forgets every cached block that no sequence holds, the host's included; how many were found there or here."""
+        """Forgets all cached blocks, on the host as well, that no sequence holds. Returns how many."""
         self._free.update(dict.fromkeys(self._retained.clear()))
         on_host_alone = sum(identity not in self._by_identity for identity in self.host.flush())
         cached = [number for number in self._free if self._blocks[number].identity is not None]
@@ -352,8 +357,8 @@ class BlockManager:
         return len(cached) + on_host_alone
 
     def lend(self, identities: Seq[bytes]) -> list[int]:
-        """The host's places of as many of the leading identities as are cached and find room there, which stay until
-        they are given back (`HostBlocks.give_back`). What the device alone has is copied there with `take_offloads`."""
+        """The host's places of the leading identities, as many as are cached and find room there. They stay until they
+        are given back (`HostBlocks.give_back`). `take_offloads` copies those that only the device has."""
         places: list[int] = []
         for identity in identities:
             if identity not in self.host and (number := self._by_identity.get(identity)) is not None:
@@ -368,7 +373,7 @@ class BlockManager:
         self._free.update(dict.fromkeys(self._retained.release(session)))
 
     def _kept_for(self, identity: bytes) -> bytes | None:
-        """The tenant whose session keeps a block, if one does."""
+        """The tenant whose session keeps a block; None if there is none."""
         number = self._by_identity.get(identity)
         return None if number is None else self._retained.tenant(number)
 
@@ -380,7 +385,8 @@ class BlockManager:
             block.identity = None
 
     def check_integrity(self, tables: Seq[BlockTable] = ()) -> None:
-        """Raises AssertionError unless reference counts equal what `tables` hold and every block is free or held."""
+        """Raises AssertionError unless reference counts equal what `tables` hold and every block is either free or
+        held."""
         held: dict[int, int] = {}
         for table in tables:
             assert len(table.identities) <= len(table.blocks)

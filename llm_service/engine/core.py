@@ -54,12 +54,12 @@ from llm_service.worker.messages import AddAdapter, InvalidateRows, PullRows, Re
 
 _log = log.get("engine")
 _PROOF_SECONDS = 5.0
-"""The proof looks at every block, which takes milliseconds for a large cache, so it is not given at every pause."""
+"""Seconds between integrity checks, which visit every block and take milliseconds for a large cache."""
 
 ReadAdapter = Callable[[str], Adapter]
 
 _LONGEST_REST = 3600.0
-"""Seconds; a caller may set a deadline of millennia, with which `select` cannot count."""
+"""Seconds; deadlines may be millennia away, and the operating system cannot wait that long."""
 
 
 class Wake:
@@ -78,7 +78,7 @@ class Wake:
         os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Takes the flag down; nothing happens where it is down."""
+        """Resets the flag."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 
@@ -88,11 +88,10 @@ class Wake:
 
 
 class EngineCore:
-    """Drives a scheduler and a step queue from the front's messages. With `overlap` the next step is planned and handed
-    over while one is computed; without it, when its result is in. The tokens are the same. `wake` is set when a grammar
-    is there, which no message says. `read_adapter` reads an adapter's folder, in a thread of its own; it raises
-    AdapterError. `block_events` are told to the front. `exchange` is for blocks that come from other services, or go to
-    them."""
+    """Drives a scheduler and a step queue by messages of the front. With `overlap`, the next step is planned and
+    submitted while one runs; otherwise when its result is known. Tokens are the same either way. `wake` is set when a
+    grammar is compiled. `read_adapter` reads an adapter's folder in a thread of its own and raises AdapterError.
+    `block_events` are sent to the front. `exchange` handles blocks from and for other services."""
 
     def __init__(
         self,
@@ -113,13 +112,13 @@ class EngineCore:
         self._exchange = exchange
         self._scheduler = scheduler
         self._steps = steps
-        # Two: between two steps there is only the filling in of the tokens that the first one chose. Every further step
-        # in advance would compute one more token in vain for each sequence that ends.
+        # Two steps: between them only the tokens that the first one chose are filled in. Each further step in advance
+        # would compute one more useless token for every sequence that ends.
         self._depth = 2 if overlap else 1
         self._under_way: deque[Step] = deque()
         self._next_proof = 0.0
         self._next_beat = math.inf if steps.beat_seconds is None else 0.0
-        self._news = select.poll()  # `select` knows no descriptor above 1023, which a front with many callers has
+        self._news = select.poll()  # `select` takes no descriptor above 1023, which a busy front has
         for descriptor in (link.fileno(), wake.fileno()):
             self._news.register(descriptor, select.POLLIN)
 
@@ -135,8 +134,8 @@ class EngineCore:
                 self._rest()
 
     def step(self) -> bool:
-        """Plans a step; then, where no further one may be planned now, waits for the oldest one's result. False where
-        there was nothing to do."""
+        """Plans a step; if no further one may be planned, waits for the oldest step's result. False if there was
+        nothing to do."""
         step, started = self._scheduler.schedule()
         for event in started:
             self._link.send(event)
@@ -166,8 +165,8 @@ class EngineCore:
         return True
 
     def _abandon(self, error: StepMemoryError) -> None:
-        """Goes on with smaller steps in place of those under way, the first of which failed; raises the error where
-        there is none."""
+        """Replaces the steps under way, the first of which ran out of memory, by smaller ones. Raises the error if none
+        can be smaller."""
         abandoned = list(self._under_way)
         self._under_way.clear()
         for _ in abandoned[1:]:
@@ -257,7 +256,7 @@ class EngineCore:
             self._steps.order(AddAdapter(message.id, adapter))
 
     def _adapter_read(self, id: int, reading: Future[None]) -> None:
-        """Whoever waits for an adapter hears of it, where there was no thread or no memory to read it."""
+        """Tells those who wait for an adapter that there was no thread or memory to read it."""
         if (error := reading.exception()) is not None:
             with contextlib.suppress(EOFError):
                 self._link.send(AdapterRead(id, error=str(error) or type(error).__name__, passing=True))

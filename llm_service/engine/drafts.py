@@ -1,5 +1,5 @@
-"""Speculative decoding by prompt look-up (Saxena, 2023; vLLM's and SGLang's `ngram`): what a sequence may say next is
-what followed its last tokens where they stood before."""
+"""Speculative decoding by prompt look-up (Saxena, 2023; `ngram` in vLLM and SGLang): drafts are the tokens that
+followed an earlier occurrence of the sequence's last tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SHORTEST, LONGEST = 3, 8
-"""Tokens that must have stood there before at least, and that are compared at most: of several places, that counts
-where most of them did."""
+"""Fewest tokens that must match, and most that are compared; the occurrence with the longest match counts."""
 
 WINDOW = 1 << 15
 """Tokens that are looked through, from the end: 32 k take about 20 microseconds."""
@@ -19,7 +18,7 @@ _BEGINS = 5
 """Drafts that a sequence gets before any was verified: six rows of a product are computed as fast as five."""
 
 _FIRST_REST, _LONGEST_REST = 8, 128
-"""Tokens for which a sequence gets no drafts when all of them were wrong several times over."""
+"""Tokens for which a sequence gets no drafts after all of them were wrong several times."""
 
 
 def look_up(tokens: array[int], count: int) -> array[int]:
@@ -70,7 +69,7 @@ class DraftLength:
         return 0 if self._rest else self._length
 
     def verified(self, drafts: int, right: int) -> None:
-        """So many drafts were verified by a step, and of these the first ones were right; it may have had none."""
+        """A step has verified so many drafts, maybe none, and the first `right` of them were right."""
         if not drafts:
             self._rest = max(0, self._rest - 1)
         elif right:

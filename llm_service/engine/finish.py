@@ -10,7 +10,7 @@ from llm_service.token_masks import leaves_any
 
 
 def finish_reason(sequence: Sequence, token: int) -> str | InvalidInput:
-    """Why a choice ends with the token that it got last: stop, structure or length; empty where it goes on."""
+    """Why a choice ends with its last token: stop, structure or length; empty if it goes on."""
     matcher = sequence.matcher
     if matcher is not None and matcher.is_error():  # first of all: one that has failed allows nothing but an end token
         return _too_complex()
@@ -22,8 +22,8 @@ def finish_reason(sequence: Sequence, token: int) -> str | InvalidInput:
 
 
 def resumed_end(sequence: Sequence) -> str:
-    """Why a choice is complete with the output that it came with; empty where it goes on. Raises InvalidInput where it
-    would have ended before, or the prompt alone is too long."""
+    """Why a resumed choice is already complete; empty if it goes on. Raises InvalidInput if it should have ended
+    earlier, or if the prompt alone is too long."""
     if not sequence.output:
         embeds = sequence.pooling is not None
         check_length(sequence.prompt_tokens, sequence.max_length - embeds, "input", answered=not embeds)
@@ -63,7 +63,7 @@ def dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
 
 
 def never_whole(rows: int) -> InvalidInput:
-    """Refuses a prompt with an item of so many rows, which no step can compute at once."""
+    """The error for a prompt with an item of so many rows, which no step can compute at once."""
     return InvalidInput(
         f"an item has {rows} rows that this model computes at once, more than a step has room for",
         reason="EMBEDDINGS_TOO_LARGE",
@@ -72,7 +72,7 @@ def never_whole(rows: int) -> InvalidInput:
 
 
 def never_at_once(tokens: int, most: int) -> InvalidInput:
-    """Refuses a prompt of so many tokens that no step can compute at once."""
+    """The error for a prompt that must be computed at once and has more tokens than a step."""
     why = "this model computes a whole prompt, media included, in one step, which has no room for more"
     return too_long(f"{tokens} tokens > {most} maximum; {why}", "input")
 

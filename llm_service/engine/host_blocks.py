@@ -1,5 +1,5 @@
-"""What the host's memory keeps of KV blocks that were given to others: which of its places has what, and the copies
-that the next step begins with. The least recently used gives way, but for what the front reads."""
+"""KV blocks in host memory that were evicted from the device: which place holds which block, and the copies at the
+start of the next step. The least recently used block is evicted, unless the front is reading it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class HostBlocks:
         return identity in self._places or identity in self._needed
 
     def need(self, identities: Iterable[bytes]) -> None:
-        """These are going to be loaded in the next step: they stay, whatever is offloaded meanwhile."""
+        """These blocks will be loaded in the next step, and are not evicted before."""
         for identity in identities:
             if identity not in self._needed:
                 self._needed[identity] = self._places.pop(identity)
 
     def offload(self, identity: bytes, block: int) -> None:
-        """A block, computed by now, is about to be given to others: the host keeps what is in it, if it has room."""
+        """A computed block is about to be evicted from the device: keeps its content if there is room."""
         if identity in self._needed:
             return
         if identity in self._places:
@@ -57,13 +57,14 @@ class HostBlocks:
             self.offloaded += 1
 
     def load(self, identity: bytes, block: int) -> None:
-        """A block is to hold again what the host has kept, and was said to be needed. If it was to be loaded with
-        something else, that is not needed any more."""
+        """Loads a block that `need` was called for into a device block. If other content was to be loaded there, that
+        is not needed any more."""
         self._loads[block] = self._needed[identity]
         self.loaded += 1
 
     def lend(self, identity: bytes) -> int | None:
-        """The place of a block, where it has one; it stays there until it is given back as often as it was lent."""
+        """The place of a block, None if it has none. The block stays there until it is given back as often as it was
+        lent."""
         place = self._places.get(identity, self._needed.get(identity))
         if place is not None:
             self._lent[identity] += 1
@@ -77,8 +78,8 @@ class HostBlocks:
                 del self._lent[identity]
 
     def set_aside(self, count: int) -> list[int]:
-        """Places for up to `count` blocks that are to come from elsewhere, no more than half of all. Whoever writes
-        there waits for copies from them that are under way."""
+        """Reserves places for up to `count` blocks from elsewhere, at most half of all places. The writer must wait for
+        copies from these places that are under way."""
         places: list[int] = []
         while len(places) < count and len(self._set_aside) < (self.total + 1) // 2:
             if (place := self._take()) is None:
@@ -88,8 +89,7 @@ class HostBlocks:
         return places
 
     def filled(self, identities: Seq[bytes], places: Seq[int]) -> None:
-        """The first of these places, which were set aside, hold blocks of these identities now; the others are not
-        needed."""
+        """The first of these reserved places now hold blocks with these identities; the others are free again."""
         self._set_aside.difference_update(places)
         for identity, place in zip(identities, places, strict=False):
             if identity in self:  # computed here meanwhile
@@ -99,13 +99,13 @@ class HostBlocks:
         self._free += places[len(identities) :]
 
     def take_offloads(self) -> list[tuple[int, int]]:
-        """(block, place) of what is to be copied to the host at once, in this order."""
+        """(block, place) of the copies to the host to make now, in this order."""
         offloads, self._offloads = self._offloads, []
         return offloads
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(block, place) of what is copied to the host before the next step, in this order, and then (place, block) of
-        what is copied back."""
+        """(block, place) of the copies to the host before the next step, in this order, and then (place, block) of the
+        copies back."""
         offloads, loads = self.take_offloads(), [(place, block) for block, place in self._loads.items()]
         self._loads = {}
         self._places.update(self._needed)
@@ -113,8 +113,8 @@ class HostBlocks:
         return offloads, loads
 
     def flush(self) -> list[bytes]:
-        """Forgets all but what is needed or lent; the identities forgotten. Copies of what is forgotten, which wait for
-        the next step, harm nobody: those to the same places come after them."""
+        """Forgets all blocks but those needed or lent, and returns their identities. Their pending copies do no harm:
+        later copies to the same places come after them."""
         gone = [identity for identity in self._places if identity not in self._lent]
         self._free += map(self._places.pop, gone)
         for identity in gone:
@@ -131,7 +131,7 @@ class HostBlocks:
         return self._places.pop(oldest)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where a place is lost, or has two owners."""
+        """Raises AssertionError if a place is lost or has two owners."""
         taken = [*self._places.values(), *self._needed.values(), *self._set_aside]
         assert sorted([*self._free, *taken]) == list(range(self.total)), "a place of the host is lost"
         assert not self._needed.keys() & self._places.keys(), "a block has two places"

@@ -1,4 +1,4 @@
-"""Matchers: where each answer stands in its form, and which tokens may come next, as bit masks."""
+"""Matchers track where each answer is in its grammar, and give the tokens that may come next as bit masks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LEAST_BYTES = 64 << 10
 """Bytes that a compiled grammar counts at least: the smallest hold about 30 KiB."""
 
 _GROWTH = 8 << 10
-"""Bytes that a compiled grammar counts for each token of an answer. It is made while it is used, and what is made stays
-with it: nothing where an answer goes round in the same few states, 6.4 KB a token where a text has a `maxLength`."""
+"""Bytes that a compiled grammar is assumed to grow with each token of an answer. States are compiled on demand and
+kept: none for an answer that cycles through the same few states, 6.4 KB a token for a text with `maxLength`."""
 
 _MASKS = 16
 """Masks of one kind that matchers share."""
 
 
 class Matcher(Protocol):
-    """The state of one answer. A matcher that meets a limit turns to error and stays there."""
+    """The state of one answer. A matcher that exceeds a limit is in error from then on."""
 
     def compute_bitmask(self) -> bytes:
         """Bit i of the little-endian mask says whether token i may come next; no mask at all: any may."""
@@ -47,18 +47,18 @@ class Matcher(Protocol):
         ...
 
     def compute_ff_tokens(self) -> Sequence[int]:
-        """Tokens of the text that alone may come next; none where there is a choice."""
+        """The tokens that the grammar forces next; empty if there is a choice."""
         ...
 
     def deep_copy(self) -> Matcher:
-        """Another one that stands where this one does."""
+        """An independent matcher in the same state."""
         ...
 
 
 class Form(NamedTuple):
-    """What a request's answers must be like: a checked grammar, empty for none, the bytes that its compiled form holds,
-    the tenant's salt, behind which token it begins, and how long the model may think. Tenants share no compiled form:
-    how soon it is there would tell what another has sent."""
+    """What a request's answers must look like: a checked grammar (empty: none), the size of its compiled form in bytes,
+    the tenant's salt, the token behind which it begins, and how long the model may think. Tenants share no compiled
+    forms, since their timing would tell what another tenant has sent."""
 
     grammar: str
     bytes: int = 0
@@ -69,7 +69,7 @@ class Form(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
-    """What matchers of one grammar share, and the bytes that it counts by now."""
+    """The part that all matchers of one grammar share, and its size in bytes so far."""
 
     compiled: LLMatcher
     bytes: int
@@ -82,7 +82,7 @@ class CompiledGrammar:
 
 
 class _Counted:
-    """A matcher whose compiled form, which it shares with others, counts more with each token."""
+    """A matcher that adds each of its tokens to the size of the compiled form it shares."""
 
     def __init__(self, matcher: LLMatcher, grammar: CompiledGrammar) -> None:
         self._matcher = matcher
@@ -95,13 +95,14 @@ class _Counted:
         return _Counted(self._matcher.deep_copy(), self._grammar)
 
     def compute_bitmask(self) -> bytes:
-        # The library's has a bit for its own end of text behind the vocabulary, and so a word more where that is whole.
+        # The library's mask has a bit for its own end of text behind the vocabulary, and so one word more if the
+        # vocabulary is a multiple of 32.
         mask: bytes = self._matcher.compute_bitmask()[: self._grammar.mask_bytes]
         token, tokenizer = only_token(mask), self._grammar.tokenizer
         if token is None or not tokenizer.is_special_token(token) or self._matcher.validate_tokens([token]):
             return mask
-        # Where one text alone may come, and has a special token's name in it, the library allows that token, and then
-        # does not take it: the text's first sign may come.
+        # If only one text may follow and it contains the name of a special token, the library allows that token and
+        # then rejects it: allow the text's first character.
         sign = self._matcher.compute_ff_bytes().decode(errors="ignore")[:1].encode()
         return mask_of(tokenizer.tokenize_bytes(sign)[:1], 8 * len(mask)) if sign else mask
 
@@ -112,7 +113,7 @@ class _Counted:
 
 
 class _Triggered:
-    """A matcher that begins behind a token. `before` is the mask until then, and `begin` gives the matcher."""
+    """A matcher that begins behind a token. `before` is the mask until then; `begin` creates the matcher."""
 
     def __init__(self, trigger: Trigger, before: bytes, begin: Callable[[], Matcher]) -> None:
         self._trigger = trigger
@@ -149,13 +150,13 @@ class _Triggered:
 
 
 class _Opened:
-    """A matcher whose first tokens choose between two others: `form`, and `behind` one of the `openings`. A token that
-    both could have is the form's, and may still be followed by a longer opening. `none` is the mask of no token."""
+    """A matcher whose first tokens decide between `form`, and `behind` one of the `openings`. A token that fits both
+    counts as the form's, and a longer opening may still follow. `none` is the mask that allows no token."""
 
     def __init__(
         self, openings: tuple[tuple[int, ...], ...], none: bytes, form: Matcher | None, behind: Matcher
     ) -> None:
-        self._openings, self._none = openings, none  # those that the tokens so far may become
+        self._openings, self._none = openings, none  # the openings that are still possible
         self._form, self._behind = form, behind
         self._count = 0
         self._chosen: Matcher | None = None
@@ -207,9 +208,9 @@ class _Opened:
 
 
 class _Bounded:
-    """A matcher that bounds reasoning: where it has had its tokens, none may come but the one that ends it, of which
-    `forced` is the mask. `inner` says what else may come, None for anything; where it does not allow that token, such
-    as within a call, that is waited for."""
+    """A matcher that bounds reasoning: after its budget only the token that ends reasoning is allowed; `forced` is the
+    mask of that token. `inner` restricts the other tokens (None: not at all); while it does not allow the ending token,
+    for example inside a tool call, the end is postponed."""
 
     def __init__(self, bound: ThinkingBound, forced: bytes, inner: Matcher | None) -> None:
         self._bound, self._forced, self._inner = bound, forced, inner
@@ -253,7 +254,7 @@ class _Bounded:
 
 
 def matcher_of(form: Form, grammar: CompiledGrammar | None, vocab_size: int, ends: tuple[int, ...]) -> Matcher:
-    """A new matcher for a form, whose grammar is compiled where it has one; `ends` are the model's end tokens."""
+    """A new matcher for a form, and for its compiled grammar if it has one; `ends` are the model's end tokens."""
     inner = None if grammar is None else _of_grammar(form.trigger, grammar, vocab_size, ends)
     if form.thinking_bound is None:
         assert inner is not None, "a form has a grammar or a bound"
@@ -282,23 +283,22 @@ def _unended(ends: tuple[int, ...], vocab_size: int) -> bytes:
 
 @dataclass(order=True, slots=True)
 class _Asked:
-    """A matcher that is to be made, behind those that are before it."""
+    """A request for a matcher, ordered by cost."""
 
     cost: int
     """Bytes that it holds, and more for each that was asked for before."""
     number: int
-    """Tells those of one cost apart."""
+    """Distinguishes requests of equal cost."""
     form: Form = field(compare=False)
     output: Sequence[int] = field(compare=False)
     future: Future[Matcher] = field(compare=False)
 
 
 class Matchers:
-    """Has `make` make matchers in a thread of its own: compiling lets other threads run, and may take most of a second.
-    `made` is called in that thread whenever there is one more. What takes least is made first, by the bytes that it
-    holds: a hundred milliseconds and 7 MB are as many states. So nobody waits for another's large form but while it is
-    made; and none is overtaken for ever, since each counts the least bytes more than the one that was asked for before
-    it."""
+    """Has `make` create matchers in a thread of its own: compiling releases the interpreter's lock and may take most of
+    a second. That thread calls `made` after each. The cheapest comes first, by the bytes of its compiled form (7 MB
+    take about a hundred milliseconds), so a request waits for another's large grammar only while it is being compiled.
+    None waits forever, since each costs at least a few bytes more than the request before it."""
 
     def __init__(self, make: Callable[[Form], Matcher], made: Callable[[], None]) -> None:
         self._make = make
@@ -309,8 +309,8 @@ class Matchers:
         self._count = 0
 
     def __call__(self, form: Form, output: Sequence[int] = ()) -> Future[Matcher]:
-        """A new matcher, soon; it stands behind these tokens. Where they are not of that form, its result is
-        InvalidInput."""
+        """Requests a new matcher that has consumed these tokens. The future raises InvalidInput if the form does not
+        allow them."""
         future: Future[Matcher] = Future()
         future.add_done_callback(lambda _: self._made())
         with self._lock:

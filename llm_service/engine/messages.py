@@ -1,4 +1,4 @@
-"""What passes between the front and the engine process. Request ids here are numbers that the front gives."""
+"""Messages between the front and the engine process. Request ids are numbers that the front assigns."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ItemRows(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
     """Its `Header.rows_key`."""
     offset: int
-    """Where its rows are, or will land, in the row arena, in bytes; or NOWHERE."""
+    """Offset of its rows in the row arena, in bytes; or NOWHERE."""
     runs: list[tuple[int, int, int]]
     """(first prompt position, first row, count)."""
     landed: int
-    """Rows that are there, from the first on."""
+    """Number of rows that have arrived, from the first on."""
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
-    """What exists of a choice: its output, int32 [m]; `finished`: nothing more is to be generated of it."""
+    """What a choice has generated already: its output, int32 [m]. If `finished`, no more is generated."""
 
     choice: int
     token_ids: bytes
@@ -56,18 +56,18 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     session: int = 0
     """The number of its session, 0 for none."""
     resume: list[Resumed] = []
-    """Choices that go on behind what they have; at least one is not finished."""
+    """Choices that continue from earlier output; at least one is not finished."""
     with_logprobs: int = 0
     """Tokens of the prompt, from the first on, that have their logprobs already."""
     adapter: int = 0
     """The number of one that is loaded, 0 for none."""
     adapter_digest: bytes = b""
     max_length: int = 0
-    """Tokens that each sequence may have, 0: as many as the context."""
+    """Most tokens of each sequence; 0: the whole context."""
     pooling: Pooling | None = None
-    """The request ends when its prompt is computed, and is told that `Pooled` in place of tokens."""
+    """The request ends when its prompt is computed, with `Pooled` instead of tokens."""
     identities: bytes = b""
-    """Those of the prompt's first full blocks, one behind the other, as far as they have been worked out already."""
+    """Concatenated identities of the prompt's first full blocks, as far as they were computed."""
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
@@ -79,28 +79,28 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
 
 
 class RowsPlaced(msgspec.Struct, frozen=True, tag=True):
-    """What `RowsNeeded` asked for: each item of the request has a place, as (offset, rows that have landed there)."""
+    """The answer to `RowsNeeded`: each item of the request has a place, as (offset, rows that have arrived there)."""
 
     id: int
     places: list[tuple[int, int]]
 
 
 class PromptLogprobsTaken(msgspec.Struct, frozen=True, tag=True):
-    """The caller has taken what was `PromptLogprobs` of the request's prompt, up to the token before token `before`."""
+    """The client has read the request's prompt logprobs up to position `before`, exclusive."""
 
     id: int
     before: int
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End a request, or one choice of it (-1: all); no more is to be said of it."""
+    """Ends a request, or one choice of it (-1: all); nothing more is sent about it."""
 
     id: int
     choice: int = -1
 
 
 class EndSessions(msgspec.Struct, frozen=True, tag=True):
-    """These sessions are over: what is kept for them goes as the rest does."""
+    """Ends sessions: blocks kept for them are evicted like others."""
 
     sessions: list[int]
 
@@ -110,45 +110,45 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
 
 
 class FindBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Say how many of these are cached, from the first one on. To this and what follows `BlocksAnswer` answers, by the
-    `id` of the exchange."""
+    """Asks how many of these blocks are cached, from the first one on. This message and the next ones are answered by a
+    `BlocksAnswer` with the same `id`."""
 
     id: int
     identities: list[bytes]
 
 
 class LendBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Keep as many of these as are cached, up to the first that is not, where the front can read them on the host,
-    until `BlocksRead`."""
+    """Asks to keep these blocks, up to the first that is not cached, readable for the front in host memory until
+    `BlocksRead`."""
 
     id: int
     identities: list[bytes]
 
 
 class BlocksRead(msgspec.Struct, frozen=True, tag=True):
-    """What this exchange was lent is read no more."""
+    """The front has finished reading the blocks lent to this exchange."""
 
     id: int
 
 
 class AwaitBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Set places of the host aside for these blocks, or for as many of the first as there is room for. The front writes
-    there until `BlocksArrived`."""
+    """Asks to reserve places in host memory for these blocks, or as many as there is room for. The front writes there
+    until `BlocksArrived`."""
 
     id: int
     identities: list[bytes]
 
 
 class BlocksArrived(msgspec.Struct, frozen=True, tag=True):
-    """The first `count` of the blocks that were awaited are where they belong; no others will come."""
+    """The first `count` of the awaited blocks are written; no more will come."""
 
     id: int
     count: int
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Read the adapter in a folder, which is relative to the one that is allowed, and keep it under a number that no
-    other has had. `digest`: what it was when it was read before, which it is to be again; empty: anything."""
+    """Asks to read the adapter in a folder, relative to the allowed one, and to keep it under a number that is not
+    reused. If `digest` is not empty, the adapter must still have it."""
 
     id: int
     path: str
@@ -197,27 +197,27 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     step_tokens: int
     """Tokens of the largest step."""
     prefix_caching: bool = False
-    """Computed blocks are used again for prompts that begin alike."""
+    """Whether prompts reuse the computed blocks of earlier ones."""
     devices: list[str]
     """The ranks'."""
     reachable: list[str] = []
-    """UUIDs of the devices whose memory all ranks can read, where they keep mirrors of the row arena."""
+    """UUIDs of the devices whose memory every rank can read, for mirrors of the row arena."""
     weights: Weights = Weights()
-    """Those of rank 0."""
+    """Of rank 0."""
     waits: int = 0
-    """How often steps of one token wait for a GPU where they should not."""
+    """How often a step of one token synchronises with the GPU without need."""
     place_bytes: int = 0
-    """What a block takes of a rank's host memory; 0 where there is none that the front reads as well."""
+    """Bytes of a block in a rank's host memory; 0 if the front cannot read that memory."""
 
 
 class Unable(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot serve what it was told to; `why` is for the operator."""
+    """The engine cannot serve the model as configured; `why` is for the operator."""
 
     why: str
 
 
 class Defect(msgspec.Struct, frozen=True, tag=True):
-    """The engine ends for an error of its own; `what` it is, and where, is for the operator."""
+    """The engine ends by an error of its own; `what` names it, and where, for the operator."""
 
     what: str
 
@@ -237,8 +237,8 @@ class RowsNeeded(msgspec.Struct, frozen=True, tag=True):
 
 
 class RowsRead(msgspec.Struct, frozen=True, tag=True):
-    """All choices of these requests have computed the places of their media: no step reads their rows any more, unless
-    `RowsNeeded` asks for places anew."""
+    """All choices of these requests have computed their media positions: no step reads their rows again, unless
+    `RowsNeeded` asks for them."""
 
     ids: list[int]
 
@@ -257,8 +257,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Complete(msgspec.Struct, frozen=True, tag=True):
-    """A choice that was to be resumed is complete with what it has: `ended` as a `Token` says it. It may come before
-    the request is started, which never is where all choices were complete."""
+    """A resumed choice is complete already; `ended` as in `Token`. May precede `Started`, which never comes if all
+    choices were complete."""
 
     id: int
     choice: int
@@ -274,15 +274,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pooled(msgspec.Struct, frozen=True, tag=True):
-    """What a request's pooling makes of the hidden states of its prompt, float32 [hidden]; with that it is over."""
+    """The pooled hidden states of a request's prompt, float32 [hidden]; the request is over."""
 
     id: int
     values: bytes
 
 
 class Prefilled(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`count` tokens of one choice, from token `first` on, were computed by one step, between `began` and `ended` of
-    `time.perf_counter`, which all processes of a host share."""
+    """One step has computed `count` prompt tokens of one choice, from position `first` on, between `began` and `ended`
+    (`time.perf_counter`, which all processes of a host share)."""
 
     id: int
     choice: int
@@ -293,21 +293,21 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Prefills(msgspec.Struct, frozen=True, tag=True):
-    """What one step computed of prompts. It comes before the step's tokens."""
+    """The prompt tokens computed by one step. Precedes the step's tokens."""
 
     chunks: list[Prefilled]
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """What one step produced, which had it at a time of `time.perf_counter`."""
+    """The tokens of one step, and when they were known (`time.perf_counter`)."""
 
     tokens: list[Token]
     at: float
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A request ended without success; `code` is a google.rpc.Code number, `field` what of the request is at fault,
-    where it is one value."""
+    """A request failed. `code` is a google.rpc.Code number; `field` names the field of the request at fault, if there
+    is one."""
 
     id: int
     code: int
@@ -337,8 +337,8 @@ class Counters(msgspec.Struct):
 
 
 class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Queues as of now, and what was counted. `running_adapters` and `waiting_adapters` are the numbers of
-    those that choices run or wait with."""
+    """The current queues, and counters. `running_adapters` and `waiting_adapters` are the adapter numbers of running
+    and waiting choices."""
 
     waiting: int = 0
     running: int = 0
@@ -359,10 +359,10 @@ class State(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The engine process runs: sent every second, whatever it computes, so that a frozen one is noticed. `state` is
-    read while it computes, each number at its own moment; `busy_seconds` is how long the step under way has taken.
-    `compiling`: kernels are being compiled, and torch computes meanwhile. `late_compiles`: kernels that steps have had
-    to wait for."""
+    """A sign of life that the engine process sends every second, whatever it computes, so that a frozen one is noticed.
+    `state` is read during computation, each number at its own moment; `busy_seconds` is the age of the current step.
+    `compiling`: kernels are being compiled, and torch computes meanwhile. `late_compiles`: kernels that steps had to
+    wait for."""
 
     state: State
     busy_seconds: float = 0.0
@@ -371,15 +371,15 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullEnded(msgspec.Struct, frozen=True, tag=True):
-    """What came of a `PullRows`: `end` is a `Pulled`."""
+    """The result of a `PullRows`; `end` is a `Pulled`."""
 
     id: int
     end: int
 
 
 class AdapterRead(msgspec.Struct, frozen=True, tag=True):
-    """What came of a `LoadAdapter`: every rank has it, or `error` says why none does. A `passing` one is none of the
-    adapter's: there was no thread, or no memory, to read it."""
+    """The result of a `LoadAdapter`: all ranks have it, or `error` says why not. If `passing`, the adapter is not at
+    fault: there was no thread or memory to read it."""
 
     id: int
     digest: bytes = b""
@@ -389,16 +389,16 @@ class AdapterRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class Medium(StrEnum):
-    """Where blocks are, in vLLM's words: GPU is whatever steps compute from."""
+    """Where blocks are, as vLLM calls it: GPU is the memory that steps compute from."""
 
     DEVICE = "GPU"
     HOST = "CPU"
 
 
 class BlocksStored(msgspec.Struct, tag=True):
-    """Blocks that can be found from now on, each the next one's parent, by the last 64 bits of their identities; their
-    tokens, int32, and what they depend on beside these. `parent` is the first one's, None at the beginning of a prompt;
-    `adapter` is a number, 0 for none."""
+    """Blocks that can be found from now on, each the parent of the next, by the last 64 bits of their identities, with
+    their int32 tokens and what else identifies them. `parent` is the first block's parent, None at the start of a
+    prompt; `adapter` is a number, 0 for none."""
 
     parent: int | None
     medium: Medium
@@ -409,7 +409,7 @@ class BlocksStored(msgspec.Struct, tag=True):
 
 
 class BlocksRemoved(msgspec.Struct, tag=True):
-    """Blocks that cannot be found there any more."""
+    """Blocks that can no longer be found there."""
 
     medium: Medium
     hashes: list[int] = []
@@ -423,13 +423,13 @@ BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class BlocksChanged(msgspec.Struct, frozen=True, tag=True):
-    """What became of blocks that prompts can find, in order; it comes before the tokens of the step that did it."""
+    """Changes of the blocks that prompts can find, in order; precedes the tokens of the step that made them."""
 
     events: list[BlockEvent]
 
 
 class BlocksAnswer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the front has asked about blocks: how many are cached (`found`), or the host's `places` of them."""
+    """The answer about blocks: how many are cached (`found`), or their `places` in host memory."""
 
     id: int
     found: int = 0

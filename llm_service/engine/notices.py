@@ -1,4 +1,4 @@
-"""What callers have to be told of their requests beside tokens, collected until the loop sends it."""
+"""Events of requests other than tokens, collected until the engine's loop sends them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llm_service.engine.messages import Complete, Failed, Pooled, PromptLogprobs
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the result of a step says to callers, in the order in which they are told."""
+    """What a step's result tells the callers, in order."""
 
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     """Logprobs that have become known of prompts."""
@@ -21,24 +21,24 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Notices:
-    """What has come of requests since the last ones, in the order in which callers are told: nothing is heard of a
-    request once it is released."""
+    """The events of requests since the last call, in the order in which callers are told; nothing follows a request's
+    release."""
 
     rows_read: list[int]
-    """Requests whose rows have been read: the steps that do so are over."""
+    """Requests whose rows have been read by steps that are over."""
     complete: list[Complete]
     """Choices that were complete when they came."""
     failed: list[Failed]
     """Requests that failed; they are released as well."""
     rows_needed: list[RowsNeeded]
-    """Requests that ask for their items anew. No step, not even one under way, reads their rows."""
+    """Requests that ask for their items again. No step reads their rows, not even one under way."""
     released: list[int]
     """Requests that are gone. No step, not even one under way, reads their rows any more."""
 
 
 class NoticeQueue:
-    """Collects notices. Those about rows are held back while a step is under way that may read them: each comes with
-    the number of steps that had been planned by then."""
+    """Collects notices. Those about rows are held back until every step that may read the rows is over: each has the
+    number of steps planned before it."""
 
     def __init__(self) -> None:
         self._complete: list[Complete] = []
@@ -68,7 +68,7 @@ class NoticeQueue:
         self._released.append((planned_steps, id))
 
     def take(self, finished_steps: int) -> Notices:
-        """All that may be told when so many steps are finished, each once."""
+        """All notices that are due after so many finished steps, each once."""
         complete, self._complete = self._complete, []
         failed, self._failed = self._failed, []
         read, needed, released = (
@@ -78,7 +78,7 @@ class NoticeQueue:
 
 
 def _due(waiting: deque[tuple[int, int]], finished_steps: int) -> list[int]:
-    """Takes the requests whose steps are over."""
+    """Removes and returns the requests whose steps are over."""
     found: list[int] = []
     while waiting and waiting[0][0] <= finished_steps:
         found.append(waiting.popleft()[1])

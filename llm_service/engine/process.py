@@ -37,7 +37,7 @@ _BEAT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What computes, and what it found out while it loaded."""
+    """What computes the steps, and what loading it has found out."""
 
     executor: Executor
     blocks: int
@@ -47,37 +47,37 @@ class Loaded:
     devices: list[str]
     """The ranks'."""
     reachable: list[str]
-    """UUIDs of the devices whose memory every rank reads."""
+    """UUIDs of the devices whose memory every rank can read."""
     block_bytes: int = 0
     compiling: Callable[[], bool] = lambda: False
     """Whether kernels are still being compiled; for any thread."""
     late_compiles: Callable[[], int] = lambda: 0
     """How many kernels steps have had to wait for; for any thread."""
     state_slots: int = 0
-    """How many sequences may have a state at once; 0 where no layer keeps any."""
+    """State slots for running sequences; 0 if no layer has states."""
     snapshot_slots: int = 0
-    """Slots for snapshots of states beside them."""
+    """Further state slots, for snapshots."""
     state_chunk: int = 1
-    """At multiples of so many tokens a sequence may be cut so that the same bits come out."""
+    """A sequence may be cut at multiples of this many tokens without changing a bit."""
     chunk_rule: ChunkRule = ANYWHERE
     forgets_answers: bool = False
-    """What is computed of an answer is nothing for a prompt that goes on behind it."""
+    """Cached blocks of an answer must not be used for a prompt that continues it."""
     read_adapter: ReadAdapter | None = None
     """For any thread."""
     weights: Weights = field(default_factory=Weights)
-    """Those of rank 0."""
+    """Of rank 0."""
     max_step_tokens: int = 0
     """0: as the settings say."""
     waits: int = 0
-    """How often steps of one token wait for a GPU where they should not."""
+    """How often a step of one token synchronises with the GPU without need."""
     host_blocks: int = 0
-    """Blocks that the host's memory has room for beside the KV blocks."""
+    """Number of blocks that host memory has room for."""
     place_bytes: int = 0
-    """Of each of these in a rank's memory, where the front reads it as well; else 0."""
+    """Bytes of each of these in a rank's memory if the front reads it as well, else 0."""
 
 
 Load = Callable[[EngineSettings, int], Loaded]
-"""From settings and the row arena's descriptor to what computes. Raises CheckpointError where that cannot be."""
+"""Loads a model, given settings and the descriptor of the row arena. Raises CheckpointError if that fails."""
 
 
 def serve(load: Load) -> None:
@@ -86,7 +86,7 @@ def serve(load: Load) -> None:
     leave_signals_to_parent()
     stacks.write_when_asked()
     link: ParentLink[ToEngine] = ParentLink(int(sys.argv[1]), ToEngine)
-    gc.disable()  # what is imported and loaded stays: collections would look through it again and again
+    gc.disable()  # objects of imports and loading stay, and each collection would visit them again
     try:
         settings = link.receive()
         assert isinstance(settings, EngineSettings)
@@ -105,7 +105,7 @@ def serve(load: Load) -> None:
 
 
 def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine]) -> tuple[EngineCore, StepQueue]:
-    """Puts the loop together and tells the front how much there is room for."""
+    """Builds the loop and tells the front what it has room for."""
     checkpoint = Checkpoint.resolve(settings.model)
     model = ServedModel.of(checkpoint, settings.hf)
     if settings.speculative_tokens and loaded.state_slots and not loaded.snapshot_slots:
@@ -156,7 +156,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
 
 
 def _log_room(settings: EngineSettings, loaded: Loaded, limits: SchedulerLimits) -> None:
-    """Says how much this engine can hold at once; bytes are those of a rank."""
+    """Logs how much this engine can hold at once; bytes are those of one rank."""
     tokens = loaded.blocks * settings.block_size
     host = {"host_kv_tokens": loaded.host_blocks * settings.block_size} if loaded.host_blocks else {}
     states = {"states": loaded.state_slots, "snapshots": loaded.snapshot_slots} if loaded.state_slots else {}
@@ -188,7 +188,7 @@ def _blocks(settings: EngineSettings, loaded: Loaded, observer: BlockEvents | No
 
 
 def _limits(settings: EngineSettings, loaded: Loaded, max_context: int) -> SchedulerLimits:
-    """Of an engine whose model has contexts of up to `max_context` tokens."""
+    """The limits of an engine whose model has a context of `max_context` tokens."""
     return SchedulerLimits(
         min(settings.max_running, loaded.state_slots or settings.max_running),
         loaded.max_step_tokens or settings.max_step_tokens,
@@ -206,13 +206,13 @@ def _limits(settings: EngineSettings, loaded: Loaded, max_context: int) -> Sched
 
 
 def _goes_by_blocks(blocks: BlockManager, loaded: Loaded) -> bool:
-    """Whether a prompt that begins like an earlier one can be expected to begin behind its blocks: not where layers
-    have states, or what is computed of a prompt's beginning depends on its end."""
+    """Whether any prompt can continue from an earlier one's blocks: not if layers have states, or if the start of a
+    prompt depends on its end."""
     return blocks.prefix_cache and not blocks.state_slots and not loaded.chunk_rule.of_prompts
 
 
 def _run(core: EngineCore, steps: StepQueue, link: ParentLink[ToEngine]) -> None:
-    """Computes what another thread decides until the front goes away; an error in either of them ends the process."""
+    """Computes what another thread schedules until the front goes away; an error in either thread ends the process."""
     decided = tasks.in_daemon_thread(core.run)
     decided.add_done_callback(lambda _: steps.close())
     try:

@@ -14,13 +14,14 @@ from llm_service.engine.state_slots import Place
 from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 
 _FIRST_BRANCHES, _LAST_BRANCHES = 2, 4
-"""Of a prompt with many turns and media: the system prompt and what follows it, and what a caller may ask anew."""
+"""Branches kept of a prompt with many turns and media: the system prompt and what follows it, and the last turns, which
+may be asked again."""
 
 
 @dataclass(slots=True)
 class PromptItem:
-    """An item of a prompt. `runs` are (first place, first row, rows); `landed` rows, from the first on, are in the
-    arena, where `offset` is the item's place in bytes."""
+    """An item of a prompt. `runs` are (first position, first row, rows); the first `landed` rows are in the arena, and
+    `offset` is the item's place there in bytes."""
 
     key: bytes
     offset: int
@@ -38,7 +39,7 @@ class PromptItem:
             self.landed = max(self.landed, rows)
 
     def place(self, offset: int, rows: int) -> None:
-        """The item has a place, where `rows` rows have landed."""
+        """Gives the item a place in the arena, where `rows` rows have arrived."""
         self.offset, self.landed = offset, rows
 
     def displace(self) -> None:
@@ -58,33 +59,34 @@ class Prompt:
     """A token at index i past the prompt is at i + mrope_delta in all three."""
     items: list[PromptItem]
     runs: list[MediaRun]
-    """Those of all items, in order."""
+    """The runs of all items, in order."""
     named_runs: list[MediaRun]
     """These, with texts that do not count on."""
     media_end: int
     """One past the last place of a media row, 0 without any."""
     whole_end: int
-    """One past the last token of those that are computed at once, since they see each other; 0 where none are."""
+    """One past the last token of the part that is computed at once because its tokens see each other; 0 if there is
+    none."""
     root: bytes
     """The parent of the first block's identity."""
     plain_root: bytes
-    """That of a prompt which is for everybody."""
+    """The root that this prompt would have if it were shared with everybody."""
     tenant: bytes
     """The same for all that a tenant asks."""
     distinct: bytes
-    """int32: its tokens, each once, where repeating them is penalised."""
+    """int32: its distinct tokens, if repeating them is penalised."""
     _ends: list[int] | None = None
 
     @classmethod
     def of(cls, add: Add, rule: ChunkRule = ANYWHERE) -> Prompt:
-        """The prompt of a request, which may be cut by that rule."""
+        """The prompt of a request, cut according to `rule`."""
         tokens = array("i", add.token_ids)
         items = [PromptItem.of(item) for item in add.items]
         runs = sorted(MediaRun(at, at + count, row, item.key) for item in items for at, row, count in item.runs)
         whole_end = rule.whole_end(tokens)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(tokens))
         root = prompt_root(positions, add.salt, add.adapter_digest)
-        if whole_end:  # what is computed of any of its tokens depends on all of them
+        if whole_end:  # each of its tokens depends on all of them
             media = [BlockRows(run.key, run.row, run.begin, run.end - run.begin) for run in runs]
             root = block_identity(root, tokens[:whole_end].tobytes(), media)
         penalises = add.sampling.repetition_penalty != 1.0
@@ -150,19 +152,20 @@ class Prompt:
         return count
 
     def next_whole(self, begin: int) -> tuple[int, int]:
-        """Where the tokens lie that are computed at once, or the media run, behind which `begin` is not yet; (0, 0)
-        where there are none."""
+        """The first and last position (exclusive) of the part computed at once, or the media run, that ends behind
+        `begin`; (0, 0) if there is none."""
         if begin < self.whole_end:
             return 0, self.whole_end
         return next(((run.begin, run.end) for run in self.runs if run.end > begin), (0, 0))
 
     def before_run(self, place: int) -> int:
-        """A place, or where the run of media rows begins that it is inside of."""
+        """`place`, or the beginning of the run of media rows that it is inside of."""
         return next((run.begin for run in self.runs if run.begin < place < run.end), place)
 
     def branches(self, multiple: int, turn_ends: tuple[int, ...]) -> dict[int, Place]:
-        """Where others may leave it, each the last multiple before one: at the end of media and of turns, the system
-        prompt's among them. Of many turns only the first and the last count: each takes a slot."""
+        """Positions where other prompts may branch off, each the last multiple before a branch: the ends of media and
+        of turns, the system prompt's included. Of many turns only the first and the last count, since each takes a
+        slot."""
         if self._ends is None:
             turns = (np.flatnonzero(np.isin(self.tokens, turn_ends)) + 1).tolist()
             media = [max(start + count for start, _, count in item.runs) for item in self.items if item.runs]

@@ -1,4 +1,4 @@
-"""What a prompt's blocks depend on beside their tokens, and the identities that follow."""
+"""The identities of a prompt's blocks, and what these depend on besides tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llm_service.engine.block_identity import BlockIdentities, MediaRun, block_i
 def block_identities(
     tokens: array[int], positions: bytes, runs: list[MediaRun], salt: str, adapter_digest: bytes, block_size: int
 ) -> list[bytes]:
-    """The identities of a prompt's full blocks, where none of its tokens depends on what is behind it; `positions` is
-    int32 [3, tokens], `runs` are in order. For the front: a long prompt has thousands, and the thread that decides has
-    better to do."""
+    """The identities of a prompt's full blocks, if none of its tokens depends on later ones; `positions` is int32 [3,
+    tokens], `runs` are in order. Called by the front: a long prompt has thousands, and the deciding thread should not
+    compute them."""
     where = np.frombuffer(positions, np.int32).reshape(3, len(tokens))
     names = BlockIdentities(prompt_root(where, salt, adapter_digest), named_runs(where, runs))
     return names.first(len(tokens) // block_size, tokens, block_size)

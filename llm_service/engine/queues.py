@@ -1,4 +1,4 @@
-"""Who waits and who runs, both by priority and arrival, and which sequences belong to a request."""
+"""Waiting and running sequences, both by priority and arrival, and the sequences of each request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from llm_service.engine.sequence import Order, Sequence
 
 _FEW = 64
-"""Deadlines that may be kept without looking whose they are."""
+"""Number of deadlines below which those of ended requests are not removed."""
 
 
 def order_of(sequence: Sequence) -> Order:
@@ -20,7 +20,7 @@ def order_of(sequence: Sequence) -> Order:
 
 @dataclass(slots=True)
 class Queues:
-    """Every sequence is in `waiting` or in `running`, until its end. Only what runs holds blocks."""
+    """Every sequence is in `waiting` or in `running` until it ends. Only running sequences hold blocks."""
 
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Queues:
             heapq.heappush(self._deadlines, (deadline, id))
 
     def start(self, sequence: Sequence, computed: int) -> None:
-        """From waiting to running, with the KV of the first `computed` tokens there."""
+        """Moves a sequence from waiting to running; the KV of its first `computed` tokens is cached."""
         self._take(self.waiting, sequence)
         insort(self.running, sequence, key=order_of)
         sequence.start(computed)
@@ -49,7 +49,8 @@ class Queues:
         sequence.preempt()
 
     def remove(self, sequence: Sequence) -> bool:
-        """Takes a sequence out for good; whether it was the last one of its request, which is then gone as well."""
+        """Removes a sequence that has ended. Returns whether it was the last one of its request, which is removed as
+        well."""
         self._take(self.running if sequence.running else self.waiting, sequence)
         sequence.finish()
         siblings = self.requests[sequence.id]
@@ -62,8 +63,8 @@ class Queues:
         return not siblings
 
     def forget_places(self, sequence: Sequence) -> bool:
-        """Where all choices of a request have computed the places of its media, its items are nowhere from now on;
-        whether they are."""
+        """If all choices of a request have computed their media positions, its items lose their places in the arena.
+        Returns whether they did."""
         prompt = sequence.prompt
         if any(choice.num_computed_tokens < prompt.media_end for choice in self.requests[sequence.id]):
             return False
@@ -72,8 +73,8 @@ class Queues:
         return True
 
     def displace(self, sequence: Sequence) -> bool:
-        """Has all choices of a request wait for places for its items, which are nowhere until then. False, and nothing
-        is done, while one of them is still to read rows where they are."""
+        """Has all choices of a request wait for new places for its items, which have none until then. Returns False,
+        and does nothing, while one of them still has rows to read there."""
         choices = self.requests[sequence.id]
         if any(choice.running and choice.num_computed_tokens < choice.prompt.media_end for choice in choices):
             return False
@@ -90,13 +91,13 @@ class Queues:
         return self._deadlines[0][0] if self._deadlines else None
 
     def _forget_deadlines(self) -> None:
-        """Those of requests that are over go when they are many: a caller may set them years ahead."""
+        """Removes deadlines of ended requests once they are many: clients may set them years ahead."""
         if len(self._deadlines) > 2 * len(self.requests) + _FEW:
             self._deadlines = [each for each in self._deadlines if each[1] in self.requests]
             heapq.heapify(self._deadlines)
 
     def late(self, now: float) -> list[int]:
-        """The requests whose deadline has come by `now`; each is told once."""
+        """Requests whose deadline has passed by `now`, each once."""
         found: list[int] = []
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             found.append(heapq.heappop(self._deadlines)[1])

@@ -24,7 +24,7 @@ class RetainedBlocks:
         return number in self._order
 
     def tenant(self, number: int) -> bytes | None:
-        """Whose session retains a block, if one does."""
+        """The tenant whose session retains a block; None if there is none."""
         return self._order.get(number)
 
     def add(self, number: int, session: int, tenant: bytes) -> int | None:
@@ -39,7 +39,7 @@ class RetainedBlocks:
         return oldest
 
     def discard(self, number: int) -> None:
-        """Somebody uses the block, or nobody wants it."""
+        """Stops retaining the block: it is in use again, or has been evicted."""
         tenant = self._order.pop(number)
         own = self._by_tenant[tenant]
         del own[number]

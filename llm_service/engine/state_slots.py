@@ -1,7 +1,9 @@
-"""Slots of states, for a model whose layers keep them: one for each sequence that runs, snapshots in the others.
+"""State slots, for models whose layers have states: one for each running sequence; the others hold snapshots.
 
-A snapshot is the state after a block's last token, kept under that block's identity: copied by the step that computes
-it, and found once the identity is known. The one worth least gives way to a sequence, or to a new one."""
+A snapshot is the state after a block's last token, kept under that block's identity. The step that computes the state
+copies it, and it can be found once the identity is known. The snapshot that is worth least is evicted for a sequence or
+for a new snapshot.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +15,35 @@ from itertools import count
 
 
 class Place(Enum):
-    """Where in a sequence a snapshot is."""
+    """The position of a snapshot in its sequence."""
 
     ANSWER = auto()
-    """Behind an answer, where the next turn begins."""
+    """At the end of an answer, where the next turn begins."""
     END = auto()
     """At the end of a prompt."""
     OPENING = auto()
-    """Behind the first turns or media, a system prompt among them."""
+    """After the first turns or media, including the system prompt."""
     TURN = auto()
-    """Behind later ones."""
+    """After later turns or media."""
     BRANCH = auto()
-    """Where a prompt was seen to leave another one."""
+    """Where another prompt was seen to differ."""
 
 
 _Kind = tuple[Place, int]
-"""A place, and how often something has begun there, `_MANY` for that many and more."""
+"""A place, and how often sequences began with the snapshot, up to `_MANY`."""
 _MANY = 3
 _EXPECTED = {Place.ANSWER: 1.0, Place.OPENING: 1.0, Place.BRANCH: 1.0, Place.TURN: 0.2, Place.END: 0.2}
-"""Uses for as many sequences as there are slots, of a kind of which nothing has been seen."""
+"""Assumed uses during as many sequences as there are slots, for kinds with no observations."""
 _MEMORY = 64
-"""Times the prior by which what was seen is halved."""
+"""Observations of a kind are halved when they outweigh the prior by this factor."""
 _HALF = 4
-"""Sequences for each slot in which what is not used becomes worth half as much."""
+"""A snapshot that was not used while this many sequences per slot began is worth half."""
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state after so many `tokens`. `parent` is the last snapshot before it of the same tokens, `used` the time of
-    its last use, and `hits` how often something has begun with it."""
+    """The state after `tokens` tokens. `parent` is the last snapshot before it of the same tokens, `used` is the time
+    of its last use, and `hits` counts the sequences that began with it."""
 
     slot: int
     tokens: int
@@ -52,15 +54,15 @@ class Snapshot:
 
     @property
     def kind(self) -> _Kind:
-        """What it has in common with others."""
+        """The kind for which reuse is learned."""
         return self.place, min(self.hits, _MANY)
 
 
 class ReuseRate:
-    """How often something begins with a snapshot of a kind, for each sequence that begins while it is kept.
+    """How often sequences begin with a snapshot of each kind, per sequence that starts while the snapshot is kept.
 
-    It is learned as time passes, of which the past counts for less and less. A kind of which nothing has been seen is
-    taken to be used as often as those that were used once less, and those that never were as `_EXPECTED` says.
+    Old observations count less and less. A kind without observations is assumed to be used as often as the same place
+    with one use less; snapshots never used start at `_EXPECTED`.
     """
 
     def __init__(self, prior: int) -> None:
@@ -76,7 +78,7 @@ class ReuseRate:
         return (expected + self._uses[kind]) / (self._prior + self._seen[kind])
 
     def add(self, kind: _Kind, count: int) -> None:
-        """So many more snapshots of a kind are kept, or fewer."""
+        """Counts `count` more kept snapshots of a kind, or fewer if it is negative."""
         self._kept[kind] += count
 
     def used(self, kind: _Kind) -> None:
@@ -93,13 +95,14 @@ class ReuseRate:
 
 
 class StateSlots:
-    """`total` slots. None is read before it is written: a sequence begins with zeros, or with a snapshot's copy.
+    """`total` state slots. None is read before it is written: a sequence begins with zeros or with a copy of a
+    snapshot.
 
-    A snapshot is worth the tokens that would be computed again without it, from the one before it on, times how likely
-    it is to be used: as often as those of its kind were, and the less likely the longer it has not been. All slots
-    have the same size, so this is worth for each byte. Time is counted in sequences that begin. Those whose blocks a
-    session keeps go last: `tenant_of` says whose, and of each tenant they are no more than a share of all slots, those
-    used last.
+    A snapshot's value is the number of tokens that must be computed again without it, counted from the snapshot before
+    it, times how likely it is to be used: the rate of its kind, falling with the time since its last use. All slots
+    have one size, so this is the value per byte. Time is counted in sequences that start. Snapshots of blocks that a
+    session keeps are evicted last: `tenant_of` names the session's tenant, and each tenant keeps at most a share of all
+    slots, those used most recently.
     """
 
     def __init__(
@@ -130,12 +133,12 @@ class StateSlots:
         return self.total - len(self._free) - len(self._snapshots) - len(self._reserved)
 
     def take(self) -> int:
-        """A slot for a sequence, which begins. No more sequences run than there are slots."""
+        """A slot for a sequence that starts. There are as many slots as sequences that may run."""
         self._now += 1
         self._rate.tick()
         if self._free:
             return self._free.pop()
-        # Steps run one after the other: whatever one of them copies from or to this slot comes before its new use.
+        # Steps run in order: copies from or to this slot by earlier steps come before its new use.
         if (slot := self._give_up(self._idle())) is not None:
             return slot
         if self._reserved:
@@ -145,8 +148,8 @@ class StateSlots:
         return slot
 
     def take_spare(self) -> int | None:
-        """One that is free, or that of the snapshot worth least; None where sequences, and snapshots in use, have
-        all."""
+        """A free slot, or that of the least valuable snapshot; None if sequences and snapshots in use have all of
+        them."""
         return self._free.pop() if self._free else self._give_up(self._idle())
 
     def give_back(self, slot: int) -> None:
@@ -164,12 +167,12 @@ class StateSlots:
         return snapshot.slot
 
     def release(self) -> None:
-        """The step is planned that copies from those in use."""
+        """The step that copies from snapshots in use is planned: they may be evicted again."""
         self._in_use.clear()
 
     def reserve(self, place: Place, saved: int) -> tuple[int, int] | None:
-        """(ticket, slot) for a new snapshot that saves so many tokens; None where sequences, snapshots in use, and
-        those that are worth more, have all slots."""
+        """(ticket, slot) for a new snapshot that saves `saved` tokens; None if sequences, snapshots in use and more
+        valuable ones have all slots."""
         worth = saved * self._rate.of((place, 0))
         slot = self._free.pop() if self._free else self._give_up(self._idle(), worth)
         if slot is None:
@@ -179,13 +182,13 @@ class StateSlots:
         return ticket, slot
 
     def cancel(self, ticket: int) -> None:
-        """What was reserved is not kept; nothing happens where a sequence has taken the slot."""
+        """Gives up a reservation; does nothing if a sequence has taken the slot."""
         if (slot := self._reserved.pop(ticket, None)) is not None:
             self._free.append(slot)
 
     def keep(self, ticket: int, identity: bytes, tokens: int, place: Place, earlier: Iterable[bytes]) -> bool:
-        """Lets others find what was reserved. False where there is this snapshot already, or a sequence has taken the
-        slot. `earlier` are the identities before it, the last one first."""
+        """Makes a reserved snapshot findable. Returns False if there is such a snapshot already, or a sequence has
+        taken the slot. `earlier` are the identities before it, the last one first."""
         if identity in self._snapshots or ticket not in self._reserved:
             self.cancel(ticket)
             return False
@@ -199,22 +202,23 @@ class StateSlots:
         return next((each for each in earlier if each in self._snapshots), None)
 
     def tokens(self, identity: bytes | None) -> int:
-        """Those that a snapshot is the state after; 0 without one."""
+        """The number of tokens before a snapshot's state; 0 for None."""
         return 0 if identity is None else self._snapshots[identity].tokens
 
     def forget(self, identity: bytes, *, unless_used: bool = False) -> None:
-        """Gives up a snapshot, if there is one: its block is not cached any more, or a later one replaces it, in which
-        case it stays where others have begun with it."""
+        """Drops a snapshot, if there is one, because its block is evicted or a later snapshot replaces it. With
+        `unless_used` it stays if sequences have begun with it."""
         snapshot = self._snapshots.get(identity)
         if snapshot is not None and not (unless_used and snapshot.hits):
             self._free.append(self._remove(identity))
 
     def _idle(self) -> list[bytes]:
-        """The snapshots that nothing is copied from, those first that were used, or taken, longest ago."""
+        """Snapshots that no step copies from, the least recently used first."""
         return [identity for identity in self._snapshots if identity not in self._in_use]
 
     def _give_up(self, identities: Iterable[bytes], below: float = float("inf")) -> int | None:
-        """The slot of the one that is worth least; None where there are none, or it is worth more than `below`."""
+        """The slot of the least valuable of these snapshots, which is dropped; None if there is none, or its value is
+        not below `below`."""
         kept = self._kept_for_sessions()
         worth = {identity: self._worth(identity) for identity in identities}
         least = min(worth, key=lambda each: (each in kept, worth[each]), default=None)
@@ -245,8 +249,8 @@ class StateSlots:
         return gone.slot
 
     def check_integrity(self, held: list[int], tickets: list[int]) -> None:
-        """Raises AssertionError unless each slot is free, a snapshot's, reserved, or one of those that sequences have;
-        `tickets`: those that sequences have as well."""
+        """Raises AssertionError unless each slot is free, a snapshot's, reserved, or in `held`; `tickets` are the
+        reservations that sequences have."""
         kept = [each.slot for each in self._snapshots.values()]
         slots = sorted((*self._free, *kept, *self._reserved.values(), *held))
         assert slots == list(range(self.total)), "a state slot is lost, or has two owners"

@@ -11,19 +11,19 @@ _PATIENCE = 256
 
 
 class StepCap:
-    """Halves what an engine's limits allow of a step with each one that fails, and doubles it again after so many steps
-    that succeed, twice as many after each further failure. Where prompts, or runs of rows, are computed whole, steps
-    have room for these whatever happens, and fewer sequences share one."""
+    """Halves the limits of steps when one runs out of memory, and doubles them again after a number of steps that
+    succeed, which doubles with each further failure. If prompts or runs of rows are computed whole, steps always have
+    room for these, and fewer sequences share a step."""
 
     def __init__(self, limits: SchedulerLimits, patience: int = _PATIENCE) -> None:
         self._whole = limits
         self.limits = limits
-        """What a step may have now."""
+        """The limits of the next step."""
         self._cuts_tokens = limits.chunk_rule.may_end_in_run and not limits.chunk_rule.of_prompts
         self._patience, self._good = patience, 0
 
     def failed(self, tokens: int, sequences: int) -> bool:
-        """A step of so many tokens of so many sequences did. False where none can be smaller."""
+        """A step of so many tokens and sequences ran out of memory. Returns False if no step can be smaller."""
         size = tokens if self._cuts_tokens else sequences
         if size <= 1:
             return False

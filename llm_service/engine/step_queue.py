@@ -1,7 +1,8 @@
-"""Between the thread that decides and the thread that computes.
+"""Connects the deciding and the computing thread.
 
-Deciding (messages, scheduling, taking in results) runs in a thread of its own; computing keeps the process's main
-thread, to which devices, streams and collectives are bound."""
+A thread of its own decides: messages, scheduling, results. The main thread computes, since devices, streams and
+collectives are bound to it.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +34,26 @@ class StepUnderWay(Protocol):
     """A step that has begun."""
 
     def result(self) -> StepResult:
-        """What came of it; waits until it is over. For any thread, once."""
+        """Waits for the step and returns its result. Any thread may call it, once."""
         ...
 
 
 class Executor(Protocol):
-    """Whatever computes plans: one rank, a group of them, or a fake in tests.
+    """Computes plans: one rank, a group of ranks, or a fake in tests.
 
-    While there is nothing to run, `beat` is called every `beat_seconds`; None: not at all.
+    `beat` is called every `beat_seconds` while there is nothing to run; None: never.
     """
 
     beat_seconds: float | None
 
     def beat(self) -> None:
-        """Keeps in touch with the ranks; raises where one is gone."""
+        """Keeps in touch with the ranks; raises if one is gone."""
         ...
 
     def launch(self, plan: StepPlan, masks: Masks = no_masks) -> StepUnderWay:
-        """Begins a step, whose carried tokens are those of the step launched before it, and asks for the masks that
-        follow its plan when it is to draw. On a CPU it is over then. Raises StepMemoryError, and computes nothing more
-        of it, where there is too little memory and the next step may have fewer tokens."""
+        """Begins a step; the tokens it carries over are those of the step launched before it. The masks that follow the
+        plan are requested when it is to draw. On a CPU the step is over on return. Raises StepMemoryError, and computes
+        nothing more of the step, if memory is short and the next step may be smaller."""
         ...
 
     def obey(self, order: MirrorOrder) -> Pulled:
@@ -64,12 +65,12 @@ class Executor(Protocol):
         ...
 
     def offload(self, order: OffloadBlocks) -> None:
-        """Has every rank copy KV blocks to the host; waits until they are there."""
+        """Has every rank copy KV blocks to the host, and waits for the copies."""
         ...
 
 
 class _Signal(enum.Enum):
-    """What the computing thread is told beside plans and orders."""
+    """Signals to the computing thread, besides plans and orders."""
 
     BEAT = enum.auto()
     GO_ON = enum.auto()
@@ -77,12 +78,12 @@ class _Signal(enum.Enum):
 
 
 class _ClosedError(Exception):
-    """Nobody decides any more."""
+    """The deciding thread has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offload:
-    """Copies to the host, and who waits for them."""
+    """Copies to the host, and the function to call when they are made."""
 
     order: OffloadBlocks
     done: Callable[[], None]
@@ -90,7 +91,7 @@ class _Offload:
 
 @dataclass(frozen=True, slots=True)
 class _NotComputed:
-    """A step for which there was too little memory, or that was to go on from such a one."""
+    """A step that ran out of memory, or that was to continue from such a step."""
 
     error: StepMemoryError
 
@@ -99,16 +100,15 @@ class _NotComputed:
 
 
 class StepQueue:
-    """Launches plans one after the other, in the order in which they were handed over, and orders for the ranks'
-    mirrors between them.
+    """Launches plans in the order in which they were submitted, with orders for the ranks in between.
 
-    `submit`, `mask`, `order`, `offload`, `collect`, `beat` and `close` belong to the thread that decides, `work` to
-    the one that computes, which calls `on_pulled` for each `PullRows`, with its id and what came of it, and `on_added`
-    when all ranks have an adapter. The one that decides waits for a step's tokens; so on a GPU the other one launches
-    the next step meanwhile, and the GPU never waits for either.
+    The deciding thread calls `submit`, `mask`, `order`, `offload`, `collect`, `beat` and `close`; the computing thread
+    calls `work`, which calls `on_pulled` with the id and the result of each `PullRows`, and `on_added` when all ranks
+    have an adapter. The deciding thread waits for a step's tokens while the computing thread launches the next step, so
+    a GPU waits for neither.
 
-    Two threads, not two processes: a plan names thousands of block numbers, which a process would have to copy and
-    parse for each step; and the work in between is either outside the interpreter's lock or far smaller than a step.
+    These are threads and not processes because a plan names thousands of block numbers, which would have to be copied
+    and parsed for each step; and the work of both is either outside the interpreter's lock or much shorter than a step.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class StepQueue:
 
     @property
     def busy_seconds(self) -> float:
-        """For how long the computing thread has been at what it is doing, or a step has been waited for; for any
-        thread."""
+        """Seconds that the computing thread has spent on its current work, or that a step has been waited for. Any
+        thread may call it."""
         since = [each for each in (self._launching_since, self._collecting_since) if each is not None]
         return time.monotonic() - min(since) if since else 0.0
 
     def submit(self, plan: StepPlan) -> None:
-        """Hands over a plan; what it carries over comes from the plan handed over before it."""
+        """Submits a plan, which continues from the plan submitted before it."""
         self._plans.put(plan)
 
     def mask(self, masks: list[bytes]) -> None:
@@ -150,18 +150,18 @@ class StepQueue:
         return masks
 
     def order(self, order: MirrorOrder | AdapterOrder) -> None:
-        """Hands over an order, which is obeyed before every plan that is handed over later. An `AddAdapter` may come
-        from any thread."""
+        """Submits an order, which is carried out before all plans submitted later. An `AddAdapter` may come from any
+        thread."""
         self._plans.put(order)
 
     def offload(self, order: OffloadBlocks, done: Callable[[], None]) -> None:
-        """Hands over an order likewise; the computing thread calls `done` when all ranks are through with it."""
+        """Submits an order for copies to the host; the computing thread calls `done` when all ranks have made them."""
         self._plans.put(_Offload(order, done))
 
     def collect(self) -> StepResult:
-        """Waits for the result of the oldest plan that has not been collected. A step begins, at the earliest, when the
-        one before it has ended. Raises StepMemoryError where there was too little memory for it: then none that was
-        handed over behind it is computed, before `go_on`."""
+        """Waits for the result of the oldest plan not collected yet. Its step begins, at the earliest, when the one
+        before has ended. Raises StepMemoryError if it ran out of memory; no plan submitted after it is computed before
+        `go_on`."""
         self._collecting_since = time.monotonic()
         try:
             result = self._launched.get().result()
@@ -179,11 +179,11 @@ class StepQueue:
         self._plans.put(_Signal.GO_ON)
 
     def beat(self) -> None:
-        """Has the computing thread keep in touch with its ranks. For when there is nothing to compute."""
+        """Has the computing thread keep in touch with its ranks; to be called while there is nothing to compute."""
         self._plans.put(_Signal.BEAT)
 
     def close(self) -> None:
-        """Lets `work` return when it is through with what it has, or waits for masks, which will never come."""
+        """Lets `work` return when it has finished its work, or is waiting for masks that will not come."""
         self._plans.put(_Signal.CLOSE)
         self._masks.put(None)
 
@@ -216,7 +216,7 @@ class StepQueue:
                 case RemoveAdapter():
                     self._executor.adapt(order)
                 case _Offload():
-                    if failed is not None:  # of what was to be computed
+                    if failed is not None:  # the step before was not computed
                         raise failed
                     self._executor.offload(order.order)
                     order.done()

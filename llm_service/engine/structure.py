@@ -1,6 +1,6 @@
-"""Structured output: what an answer must look like, and which tokens may come next. llguidance compiles a grammar
-lazily, in bounded time and memory, and gives the tokens that it allows as a bit mask. It lies with the engine, whose
-process matches answers token for token; `llm_service/grammar` only tries beforehand what will be done here."""
+"""Structured output: which tokens may come next. llguidance compiles a grammar lazily, within bounds of time and
+memory, and returns the allowed tokens as a bit mask. It runs in the engine process, which matches answers token by
+token; `llm_service/grammar` tries beforehand what is done here."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from llm_service.token_masks import mask_bytes
 
 _log = log.get("structure")
 _LIMITS = LLParserLimits(max_items_in_row=800, step_max_items=10_000)
-"""What a parser may hold for one place in the text, and make in one step. All requests wait while a mask is made. In an
-ambiguous grammar (`a: a a | "a"`) its time grows with the answer, as the cube of it: 12 ms at 600 items, 31 ms at 1000,
-and the library's own bound is 2000. An object has four for each optional property; most schemas have a few dozen."""
+"""Most parser states for one position of the text, and most that one step may make. All requests wait while a mask is
+computed. For an ambiguous grammar (`a: a a | "a"`) the time grows with the cube of the answer's length: 12 ms at 600
+items, 31 ms at 1000; the library's own bound is 2000. An object takes four items for each optional property, so most
+schemas have a few dozen."""
 
 _OUTGROWN = 4
-"""A compiled grammar that counts more than this part of the budget is made anew for the next request."""
+"""A compiled grammar that takes more than this part of the budget is compiled anew for the next request."""
 
 _LONGEST_CAUSE = 300
-"""Characters of what the compiler says: it repeats what it was given."""
+"""Most characters quoted of the compiler's message, which repeats its input."""
 
 
 class Structures:
@@ -44,7 +45,8 @@ class Structures:
         self._kept: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
 
     def compile(self, structure: Structure) -> tuple[str, LLMatcher]:
-        """A wish as a grammar in llguidance's own form, and compiled; raises InvalidInput where it makes no sense."""
+        """Translates a structure into a grammar in llguidance's form, and compiles it. Raises InvalidInput if that is
+        impossible."""
         field = f"sampling.{structure.kind}"
         if self._tokenizer is None:
             why = "answers cannot be held to a structure with this kind of tokenizer"
@@ -63,13 +65,13 @@ class Structures:
         return self.compile(structure)[0]
 
     def matcher(self, form: Form) -> Matcher:
-        """A new matcher for a form; what is compiled may be kept for the next request with the same one. To be called
-        by one thread at a time, while others may use the matchers."""
+        """A new matcher for a form; its compiled grammar may be cached for the next request with the same form. Only
+        one thread at a time may call this, while others use the matchers."""
         bounds_alone = form.thinking_bound is not None and not form.grammar
         return matcher_of(form, None if bounds_alone else self._of_form(form), self._vocab_size, self._ends)
 
     def _of_form(self, form: Form) -> CompiledGrammar:
-        """Its compiled form, which is the one used last now."""
+        """The compiled grammar of a form, which becomes the most recently used."""
         name = (form.salt, form.grammar)
         kept = self._kept.pop(name, None)
         if kept is None or kept.bytes * _OUTGROWN > self._cache_bytes:
@@ -84,7 +86,7 @@ class Structures:
 
     @property
     def kept_bytes(self) -> int:
-        """What the compiled forms that are kept count together."""
+        """The size of all cached compiled grammars, in bytes."""
         return sum(kept.bytes for kept in self._kept.values())
 
     def _compiled(self, grammar: str) -> LLMatcher:
@@ -93,7 +95,7 @@ class Structures:
 
 
 def _tokenizer(settings: dict[str, Any], vocab_size: int, ends: Sequence[int]) -> LLTokenizer | None:
-    """None where the library knows no tokenizers of this kind, such as one of pieces by their likelihood (Unigram)."""
+    """None if the library supports no such tokenizer, for example a Unigram one."""
     try:
         return LLTokenizer(json.dumps(settings), n_vocab=vocab_size, eos_token=[*ends] or None)
     except ValueError as error:
