@@ -1,4 +1,4 @@
-"""What each engine is told of adapters: a new one is told again of those that the one before had."""
+"""Orders to the engine about adapters; a new engine is given the adapters that the one before had."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ class AdapterOrders:
         return not self._awaited
 
     def load(self, path: str) -> tuple[LoadAdapter, asyncio.Future[AdapterRead]]:
-        """What to tell the engine, and its answer."""
+        """The message that loads an adapter, and a future of its answer."""
         self._last += 1
         message, answer = LoadAdapter(self._last, path), asyncio.get_running_loop().create_future()
         self._asked[message.id] = message, answer
         return message, answer
 
     def drop(self, number: int) -> DropAdapter:
-        """What to tell the engine."""
+        """The message that drops an adapter."""
         self._kept.pop(number, None)
         return DropAdapter(number)
 
     def keeps(self, number: int) -> bool:
-        """Whether the engine is to have it."""
+        """Whether the engine should have this adapter."""
         return number in self._kept
 
     def again(self) -> list[LoadAdapter]:
-        """What to tell an engine that has just begun; it serves when it is `complete`."""
+        """The messages for an engine that has just started, which serves when it is `complete`."""
         self._awaited, self._repeated = set(self._kept), Counter()
         return list(self._kept.values())
 
     def once_more(self, read: AdapterRead) -> LoadAdapter | None:
-        """What to tell the engine again, a while after this answer, where an adapter that it was to have would be lost
-        for a lack that may pass; None where it is no such answer, or has been one too often."""
+        """The message to repeat a while after this answer: for an adapter that the engine should have, and could not
+        load for want of threads or memory. None for other answers, or after too many attempts."""
         order = self._kept.get(read.id) if read.passing else None
         if order is None or self._repeated[read.id] == _TRIES:
             return None
@@ -58,11 +58,11 @@ class AdapterOrders:
         return order
 
     def take(self, read: AdapterRead) -> bool:
-        """Takes an answer in. False where an adapter is lost: it was there before, and this engine cannot have it. One
-        that ends an engine while it is read is not told to the next."""
+        """Takes an answer. Returns False if an adapter is lost: an earlier engine had it and this one cannot load it.
+        An adapter that ended the engine while it was read is not given to the next."""
         if (asked := self._asked.pop(read.id, None)) is not None:
             message, answer = asked
-            if not answer.done():  # else whoever asked has left, and the engine is to let go of it
+            if not answer.done():  # else the caller has left, and the engine should drop it
                 answer.set_result(read)
                 if not read.error:
                     self._kept[read.id] = LoadAdapter(read.id, message.path, read.digest)
@@ -71,7 +71,7 @@ class AdapterOrders:
         return not read.error or self._kept.pop(read.id, None) is None
 
     def engine_ended(self, error: TwinlensError) -> None:
-        """Whoever waits for an answer gets this error."""
+        """Fails all pending answers with this error."""
         for _, answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error)

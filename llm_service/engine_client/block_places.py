@@ -1,5 +1,5 @@
-"""KV blocks that come from another service, or go to one: the front's part. It reads and writes them in memory that it
-shares with all ranks, where the engine that serves says so."""
+"""KV blocks from and for other services: the front's part. It reads and writes them in memory shared with all ranks, at
+the places that the engine names."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class AwaitedBlocks:
     _written: int = 0
 
     def write(self, offset: int, data: bytes) -> None:
-        """Takes in what comes next of the block behind those that have arrived. Raises ValueError where that is not at
-        this offset, or more than a block; Unavailable where the engine has ended."""
+        """Appends data to the block after those that are complete. Raises ValueError if `offset` is not where the last
+        data ended, or the data exceed the block; Unavailable if the engine has ended."""
         self._places.check(self.life)
         size = self._places.block_bytes
         if offset != self._written or offset + len(data) > size or self.arrived >= self.count:
@@ -49,7 +49,7 @@ class AwaitedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class LentBlocks:
-    """Blocks that may be read: the first `count` of those asked for."""
+    """Blocks that may be read: the first `count` of those requested."""
 
     count: int
     _places: BlockPlaces
@@ -57,14 +57,14 @@ class LentBlocks:
     _life: int
 
     def read(self, index: int, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of a block. Raises Unavailable where the engine has ended."""
+        """Up to `size` bytes of a block. Raises Unavailable if the engine has ended."""
         self._places.check(self._life)
         return self._places.read(self._numbers[index], offset, size)
 
 
 class BlockPlaces:
-    """The places of `ranks` ranks in `buffer`, where each has `rank_bytes`; a block has as many bytes in each of them.
-    `send` tells the engine that serves, and raises Unavailable where there is none."""
+    """The places of `ranks` ranks in `buffer`, which has `rank_bytes` for each; a block has the same number of bytes on
+    every rank. `send` sends to the current engine, and raises Unavailable if there is none."""
 
     def __init__(
         self, buffer: SharedBuffer, ranks: int, rank_bytes: int, send: Callable[[BlocksMessage], None]
@@ -83,15 +83,15 @@ class BlockPlaces:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, all ranks' together; 0 while no engine serves, or where it exchanges none."""
+        """Bytes of a block over all ranks; 0 if no engine serves, or it does not exchange blocks."""
         return self._ranks * self._place_bytes
 
     def opened(self, place_bytes: int) -> None:
-        """An engine serves, with places of so many bytes on each rank."""
+        """An engine serves, whose places have so many bytes on each rank."""
         self._place_bytes = place_bytes
 
     def lost(self) -> None:
-        """The engine has ended: what its successor does with the places is its own affair."""
+        """The engine has ended, and its exchanges with it."""
         self._place_bytes = 0
         self._life += 1
         waiting, self._waiting = self._waiting, {}
@@ -115,7 +115,7 @@ class BlockPlaces:
 
     @asynccontextmanager
     async def lent(self, identities: Sequence[bytes]) -> AsyncGenerator[LentBlocks]:
-        """As many of the first of these as are cached, and find room on the host: there for the length of the block."""
+        """Lends the leading blocks that are cached and find room on the host, for the duration of the context."""
         message, life = LendBlocks(self._next(), list(identities)), self._life
         try:
             places = (await self._ask(message)).places
@@ -126,7 +126,8 @@ class BlockPlaces:
 
     @asynccontextmanager
     async def awaited(self, identities: Sequence[bytes]) -> AsyncGenerator[AwaitedBlocks]:
-        """Places for as many of these as there is room for. When the block is left, prompts find those that arrived."""
+        """Reserves places for as many of these blocks as there is room for. At the end of the context, prompts can find
+        those that arrived."""
         message, life = AwaitBlocks(self._next(), list(identities)), self._life
         awaited: AwaitedBlocks | None = None
         try:
@@ -145,7 +146,7 @@ class BlockPlaces:
         return bytes(self.buffer.view[begin + within : begin + min(within + size, self._place_bytes)])
 
     def write(self, place: int, offset: int, data: bytes) -> None:
-        """Puts what there is of a block where it belongs."""
+        """Writes part of a block into its place on each rank."""
         rest = memoryview(data)
         while rest:
             rank, within = divmod(offset, self._place_bytes)
@@ -168,9 +169,9 @@ class BlockPlaces:
             self._waiting.pop(message.id, None)
 
     def _tell(self, life: int, message: BlocksRead | BlocksArrived) -> None:
-        """Says that something is over, to the engine that knows of it."""
+        """Ends an exchange, if the engine that it began with still serves."""
         if life == self._life:
             try:
                 self._send(message)
-            except Unavailable:  # it has never heard of it
+            except Unavailable:  # this engine does not know the exchange
                 return

@@ -1,6 +1,6 @@
-"""The front's side of the engine process: starts it, talks to it, starts it again when it dies. Every request gets its
-end exactly once: its last token, an error, or nothing more after the caller has left; an engine that dies ends none
-(`handover`). What one holds outside the engine is given back when no engine reads it any more."""
+"""The front's side of the engine process: starts it, talks to it, and restarts it when it dies. Every request ends
+exactly once: with its last token, an error, or silently after its caller has left; the death of an engine alone ends
+none (`handover`). What a request holds outside the engine is released when no engine reads it any more."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ from llm_service.worker.messages import MirrorOrder
 
 _log = log.get("engine")
 _RESTART_SECONDS = 0.2
-"""Before the next start, where the last one has come to nothing: an engine that served is replaced at once."""
+"""Delay of the next start after a failed one; an engine that served is replaced at once."""
 _ADAPTER_SECONDS = 1.0
-"""Until an engine without threads or memory for an adapter that the one before had is told of it once more."""
+"""Delay before an adapter is loaded again that an engine had no threads or memory for."""
 
 
 class EngineClient:
-    """One engine process that runs `module`, and another one with `spare_engine`.
+    """One engine process that runs `module`, and a spare one with `spare_engine`.
 
-    One that does not serve within `start_seconds`, or takes more than `step_seconds` for a step, is ended. `on_ready`
-    is told whenever it becomes able, or unable, to serve; `latest` is what it last said of its queues and counters by
-    itself, once a second, and `compiling` whether torch computes while its kernels are compiled. Requests wait for the
-    next engine for `handover_seconds` at most. `on_adapter_lost` is told the number of an adapter that a new engine
-    cannot have. `kv_host` is what its descriptor in the settings stands for: `blocks` exchanges KV blocks there.
+    An engine that does not serve within `start_seconds`, or takes more than `step_seconds` for a step, is killed.
+    `on_ready` is called whenever it becomes able or unable to serve. `latest` is its last report of queues and
+    counters, once a second; `compiling` is true while torch computes because kernels are being compiled. Requests wait
+    at most `handover_seconds` for the next engine. `on_adapter_lost` gets the number of an adapter that a new engine
+    cannot load. `kv_host` is the memory that the settings pass as a descriptor; `blocks` exchanges KV blocks there.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class EngineClient:
         """Engines that have ended by themselves, or were given up, since the start."""
         self.on_adapter_lost: Callable[[int], None] = lambda _: None
         self.on_blocks: Callable[[list[BlockEvent]], None] = lambda _: None
-        """Told what becomes of the blocks that prompts can find, where the settings ask for it."""
+        """Gets the changes of the blocks that prompts can find, if the settings ask for them."""
 
     async def start(self) -> Ready:
         """Starts the engine and waits until it can serve.
 
-        Raises CheckpointError where it cannot serve the checkpoint, Internal where it ends for another reason.
+        Raises CheckpointError if it cannot serve the checkpoint, Internal if it ends for another reason.
         """
         self._first = asyncio.get_running_loop().create_future()
         self._keeper = tasks.start_vital(self._keep(), "engine keeper")
@@ -135,7 +135,7 @@ class EngineClient:
         return True
 
     async def stop(self) -> None:
-        """Ends the engine; whoever still waits gets Unavailable."""
+        """Stops the engine; pending calls raise Unavailable."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -154,7 +154,7 @@ class EngineClient:
 
     @property
     def speculative_method(self) -> str:
-        """Where drafts come from; empty where there are none."""
+        """The source of drafts; empty if there are none."""
         return self._settings.speculative_method
 
     @property
@@ -169,7 +169,7 @@ class EngineClient:
 
     @property
     def reusable_block_size(self) -> int | None:
-        """Tokens of a block, where the engine uses computed ones again; None where it does not, or is down."""
+        """Tokens of a block if the engine reuses computed blocks; None if it does not, or is down."""
         return self.block_size if self.ready is not None and self.ready.prefix_caching else None
 
     def next_id(self) -> int:
@@ -178,13 +178,13 @@ class EngineClient:
         return self._ids
 
     def check(self, max_handovers: int) -> None:
-        """Raises Unavailable where `submit` would now: for who has something done for a request before that."""
+        """Raises Unavailable if `submit` would: for callers that do work for a request before they submit it."""
         self._handover.check(max_handovers)
 
     def submit(self, add: Add, holder: RowsHolder, max_handovers: int = 0) -> EngineRequest:
-        """Hands a request over, or has it wait where an engine has just ended. It may outlive `max_handovers` engines.
-        Raises Unavailable, without telling `holder`, where no engine is to be had, or it does not wait for one;
-        and where its adapter is lost."""
+        """Submits a request, or queues it if an engine has just ended. It may outlive `max_handovers` engines. Raises
+        Unavailable, without calling `holder`, if no engine is available and the request does not wait for one, or if
+        its adapter is lost."""
         if add.adapter and not self._adapters.keeps(add.adapter):
             raise _adapter_lost()
         request = EngineRequest(add, holder, max_handovers, self._prompt_logprobs_taken)
@@ -193,7 +193,7 @@ class EngineClient:
         return request
 
     def _send_waiting(self) -> None:
-        """Hands over who may go to the engine now."""
+        """Sends the queued requests that may go to the engine now."""
         for request in self._handover.sendable():
             self._require().send(request.message())
 
@@ -204,14 +204,15 @@ class EngineClient:
             self._send_about(request, Landed(id, item, rows))
 
     def placed(self, id: int, places: list[tuple[int, int]]) -> None:
-        """Gives all items of a request their places, which it has asked for: (offset, rows that have landed there)."""
+        """Tells the engine the places of a request's items, which it asked for: (offset, rows that have arrived
+        there)."""
         if request := self._handover.get(id):
             request.place(places)
             self._send_about(request, RowsPlaced(id, places))
             self._send_waiting()
 
     def abort(self, id: int, choice: int = -1) -> None:
-        """Ends a request or one of its choices; what is unknown is skipped."""
+        """Ends a request or one of its choices; unknown ids are ignored."""
         if request := self._handover.get(id):
             request.leave(choice)
             self._send_about(request, Abort(id, choice))
@@ -234,15 +235,15 @@ class EngineClient:
             self._child.send(EndSessions(sessions))
 
     async def load_adapter(self, path: str) -> AdapterRead:
-        """Has the engine, and each one after it, read an adapter's folder; what came of it. Raises Unavailable while
-        it is down, or where it ends meanwhile."""
+        """Loads an adapter from a folder into this engine and each later one. Raises Unavailable while the engine is
+        down, or if it ends meanwhile."""
         child = self._require()
         message, answer = self._adapters.load(path)
         child.send(message)
         return await answer
 
     def drop_adapter(self, number: int) -> None:
-        """Lets go of an adapter that no request has any more."""
+        """Drops an adapter that no request uses any more."""
         message = self._adapters.drop(number)
         if self._child is not None:
             self._child.send(message)
@@ -388,7 +389,7 @@ class EngineClient:
             self.blocks.take(message)
 
     def _take_news(self, message: Ready | Unable | PullEnded | AdapterRead) -> None:
-        """Whether the engine can serve; what came of an order for the mirrors, or for adapters."""
+        """Handles messages that are not about one request: readiness, and results of mirror and adapter orders."""
         if isinstance(message, PullEnded):
             self.mirrors.ended(message)
             return
@@ -398,7 +399,7 @@ class EngineClient:
         if isinstance(message, Ready):
             assert self._child is not None
             self._loaded = message
-            self.on_blocks([BlocksCleared()])  # whoever listens may know of a service that was here before
+            self.on_blocks([BlocksCleared()])  # listeners may know blocks of a service that was here before
             for order in self._adapters.again():
                 self._child.send(order)
             self._begin_serving()

@@ -1,5 +1,5 @@
-"""A request between the front and the engine: its events on the way to its caller, and what the next engine must know
-of it where this one ends."""
+"""A request between the front and the engine: its events on the way to the caller, and what the next engine must know
+if this one ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Event = Started | Prefilled | PromptLogprobs | Token | Complete | Pooled
 
 
 class RowsHolder(Protocol):
-    """Who has the rows of a request's items in the arena."""
+    """Owns the rows of a request's items in the arena."""
 
     def rows_needed(self) -> None:
         """An engine needs places for all items after all, or again."""
@@ -40,17 +40,16 @@ class RowsHolder(Protocol):
         ...
 
     def released(self) -> None:
-        """No engine reads the rows any more, nor will; called once."""
+        """No engine reads the rows any more, or will; called once."""
         ...
 
 
 @dataclass(eq=False)
 class EngineRequest:
-    """`next` gives a request's events to its caller. It may be handed to another engine where the one that had it has
-    ended."""
+    """`next` returns a request's events to its caller. If its engine ends, the request may go to another one."""
 
     add: Add
-    """As the front first sent it; `message` is what the next engine is told."""
+    """The message of the first submission; `message` is what the next engine gets."""
     holder: RowsHolder
     max_handovers: int
     """Ends of engines that it may be charged with and still go on; 0: it does not wait for another engine."""
@@ -67,13 +66,13 @@ class EngineRequest:
     timer: asyncio.TimerHandle | None = None
     """Gives it up when it has waited for an engine for as long as it may."""
     caller_left: bool = False
-    """Its caller wants nothing more of it: neither events nor places for its items."""
+    """The caller needs nothing more: neither events nor places for items."""
     _started: bool = False
     """Its caller has been given `Started`."""
     _with_logprobs: int = 0
-    """Tokens of the prompt whose logprobs engines have given."""
+    """Prompt tokens whose logprobs engines have sent."""
     _given: int = 0
-    """Of these, what its caller got with the last `next`; 0: no more than before."""
+    """How many of these the caller got with the last `next`; 0: no more than before."""
     _output: dict[int, array[int]] = field(default_factory=dict)
     """int32, by choice."""
     _came: dict[int, deque[float]] = field(default_factory=dict)
@@ -81,7 +80,7 @@ class EngineRequest:
     _finished: set[int] = field(default_factory=set)
     """Choices."""
     _places: list[tuple[int, int]] = field(default_factory=list)
-    """Of each item: (offset in the row arena or NOWHERE, rows that have landed there)."""
+    """For each item: (offset in the row arena or NOWHERE, rows that have arrived there)."""
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _error: TwinlensError | None = None
@@ -123,14 +122,14 @@ class EngineRequest:
         return events
 
     def came(self, choice: int, count: int) -> list[float]:
-        """When steps had so many tokens, the next ones that this was not said of yet."""
+        """The times at which steps had the next `count` tokens of a choice; each token is reported once."""
         times = self._came[choice]
         return [times.popleft() for _ in range(min(count, len(times)))]
 
     # --- what becomes of it ---------------------------------------------------------------------------------------
 
     def put(self, event: Event, at: float) -> None:
-        """An engine has said this of it, of a token when a step had it; that it is started is passed on once."""
+        """Takes an event of the engine; `at` is when a step had the token. A second `Started` is dropped."""
         match event:
             case Token(choice=choice, token=token, ended=ended):
                 self._output[choice].append(token)
@@ -157,7 +156,7 @@ class EngineRequest:
         self._news.set()
 
     def leave(self, choice: int = -1) -> None:
-        """Its caller wants nothing more of it, or of one choice."""
+        """The caller needs nothing more of the request, or of one choice."""
         if choice < 0:
             self.caller_left = True
         else:
@@ -170,13 +169,13 @@ class EngineRequest:
             self._places[item] = offset, max(landed, rows)
 
     def rows_read(self) -> None:
-        """The engine has read the rows of all items, which need no places; another engine may ask for some."""
+        """The engine has read the rows of all items, which need no places now; another engine may need them again."""
         self._places = [(NOWHERE, 0)] * len(self._places)
         self.holder.rows_read()
 
     def rows_needed(self) -> None:
-        """No item has a place any more. Until they have, no other engine gets the request: it would ask for places as
-        well, and could be given those that are on their way for the first."""
+        """No item has a place any more. Until they have places, no other engine gets the request: it would ask for them
+        as well, and could be given places meant for the first engine."""
         if self.caller_left:
             return
         self._places = [(NOWHERE, 0)] * len(self._places)
@@ -184,16 +183,16 @@ class EngineRequest:
         self.holder.rows_needed()
 
     def ask_for_places(self) -> None:
-        """Where an item has no place, all items are to have some before another engine gets the request."""
+        """If an item has no place, all items need places before another engine gets the request."""
         if any(offset == NOWHERE for offset, _ in self._places):
             self.rows_needed()
 
     def place(self, places: list[tuple[int, int]]) -> None:
-        """All items have places: (offset, rows that have landed there)."""
+        """All items have places: (offset, rows that have arrived there)."""
         self._places, self.waits_for_places = places, False
 
     def end_sessions(self, sessions: list[int]) -> None:
-        """Where it belongs to one of these sessions, that is over."""
+        """Detaches the request from its session, if it is one of these."""
         if self.add.session in sessions:
             self.add = msgspec.structs.replace(self.add, session=0)
 

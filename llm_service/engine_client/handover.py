@@ -1,6 +1,7 @@
-"""Which requests go to which engine: from one that has ended to the next, until one of them is found to be deadly. An
-end is charged to the requests that the engine had begun on. Who was there at two ends is a *suspect*; suspects are
-tried one after the other, and an end meanwhile is charged to that one alone: docs/design/failures.md."""
+"""Which engine gets which request: requests move from an engine that has ended to the next, until one is found to kill
+engines. The end of an engine is charged to the requests that it had begun. A request that was there at two ends is a
+*suspect*; suspects are tried one at a time, and an end meanwhile is charged to that suspect alone:
+docs/design/failures.md."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from llm_service.engine.messages import Token
 from llm_service.engine_client.engine_request import EngineRequest, Event
 
 _SUSPECT = 2
-"""Ends of engines. One is chance; at the second one all that were there twice are looked at one by one."""
+"""Ends of engines after which a request is a suspect. One may be chance."""
 
 
 def engine_lost() -> Unavailable:
-    """What callers get whose request cannot go on."""
+    """The error of requests that cannot continue."""
     return Unavailable("the engine has ended and is being restarted", reason="ENGINE_UNAVAILABLE")
 
 
@@ -48,8 +49,8 @@ class Handover:
         return sum(request.held for request in self._requests.values())
 
     def check(self, max_handovers: int) -> None:
-        """Raises Unavailable for a new request where no engine serves and none is about to, or it does not want to wait
-        for one."""
+        """Raises Unavailable for a new request if no engine serves or is about to, or the request does not wait for
+        one."""
         if not self._serves and (not max_handovers or self._seconds_left() <= 0):
             raise Unavailable("the engine is starting", reason="ENGINE_UNAVAILABLE")
 
@@ -61,8 +62,7 @@ class Handover:
         self._requests[request.id] = request
 
     def sendable(self) -> list[EngineRequest]:
-        """The requests that the engine is to get now, if it serves, in the order in which they came; they count as held
-        from now on."""
+        """The requests to send to the engine, if it serves, in order of arrival; they count as sent from now on."""
         if not self._serves:
             return []
         chosen: list[EngineRequest] = []
@@ -82,8 +82,8 @@ class Handover:
         return chosen
 
     def deliver(self, request: EngineRequest, event: Event, at: float) -> bool:
-        """Passes on what the engine says of a request, of a token when a step had it; whether another one may be sent
-        now."""
+        """Passes an event of the engine to a request; `at` is when a step had the token. Returns whether another
+        request may be sent now."""
         request.put(event, at)
         if request is not self._on_trial or not isinstance(event, Token):
             return False
@@ -106,7 +106,7 @@ class Handover:
         self._serves, self._lost_at = True, None
 
     def engine_ended(self) -> int:
-        """The engine has ended: whoever may waits for the next one; how many those are."""
+        """The engine has ended: requests that may wait for the next engine. Returns how many there are."""
         held = [request for request in self if request.held]
         charged = [request for request in held if request.begun] or held
         if self._on_trial in charged:
@@ -124,7 +124,7 @@ class Handover:
                 self.give_up(request, engine_lost())
             else:
                 self._limit(request, self._seconds_left())
-                if request.deaths >= _SUSPECT:  # on trial, it may not wait for room that those have who wait for it
+                if request.deaths >= _SUSPECT:  # a request on trial must not wait for room that other requests hold
                     request.ask_for_places()
         return len(self._requests)
 
@@ -134,12 +134,12 @@ class Handover:
             self.give_up(request, engine_lost())
 
     def _seconds_left(self) -> float:
-        """How much longer it is waited for an engine, where one has ended."""
+        """How much longer requests wait for an engine after one has ended."""
         return 0.0 if self._lost_at is None else self._lost_at + self._seconds - time.monotonic()
 
     def _limit(self, request: EngineRequest, seconds: float | None) -> None:
-        """An engine that has a request minds its deadline; for one that waits it is done here, and for no longer than
-        so many seconds (None: no bound but the deadline)."""
+        """Bounds the waiting of a request by its deadline, and by `seconds` (None: by its deadline alone). An engine
+        that has the request checks the deadline itself."""
         if request.timer is not None:
             request.timer.cancel()
             request.timer = None
@@ -162,8 +162,8 @@ class Handover:
         self.let_go(request.id)
 
     def _tokens_to_pass(self, request: EngineRequest) -> int:
-        """Tokens of a suspect after which the step that an engine died over lies behind it. The tokens of the step
-        before may never have been heard of (that one was launched before they were told) and are computed again."""
+        """Tokens of a suspect after which the step that an engine died in is passed. Tokens of the step before may not
+        have been reported (that step was launched before they were) and are computed again."""
         return (self._tokens_per_step + 1) * request.add.sampling.n
 
     def _end_trial(self, request: EngineRequest) -> bool:

@@ -1,7 +1,7 @@
-"""The front's side of the ranks' row mirrors (`worker/mirror`): orders to fill them, and what came of those.
+"""The front's side of the ranks' row mirrors (`worker/mirror`): orders to fill them, and their results.
 
-Orders reach every rank in the order in which they are given, before any step that is planned later. When the engine
-ends, its mirrors are gone with all that is in them; whoever keeps accounts of rows is told by `on_lost`.
+Every rank carries orders out in sequence, before all steps planned later. When the engine ends, its mirrors are lost;
+`on_lost` tells those that keep account of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, Pul
 
 
 class Mirrors:
-    """`send` hands an order to the engine, or drops it where there is none."""
+    """`send` passes an order to the engine, or drops it if there is none."""
 
     def __init__(self, send: Callable[[MirrorOrder], None]) -> None:
         self.reachable: Sequence[str] = ()
@@ -26,9 +26,10 @@ class Mirrors:
         self._waiting: dict[int, asyncio.Future[Pulled]] = {}
 
     async def pull(self, *, region: str, handle: bytes, source: int, target: int, size: int, row_sum: int) -> Pulled:
-        """Has every rank copy rows; see `PullRows`. Not left before the ranks have answered, since they write.
+        """Has every rank copy rows; see `PullRows`. Returns only when all ranks have answered, since they write until
+        then.
 
-        Raises DataLoss where there is no engine, or it ends meanwhile.
+        Raises DataLoss if there is no engine, or it ends meanwhile.
         """
         if not self.reachable:
             raise DataLoss("the engine has ended")
@@ -59,7 +60,7 @@ class Mirrors:
         self._send(UnmapPool(region))
 
     def opened(self, reachable: Sequence[str]) -> None:
-        """An engine is ready, whose ranks can all read the memory of these devices; none where they keep no mirrors."""
+        """An engine is ready. All its ranks can read the memory of these devices; none if they keep no mirrors."""
         self.reachable = reachable
 
     def ended(self, answer: PullEnded) -> None:
@@ -73,6 +74,6 @@ class Mirrors:
         while self._waiting:
             _, answer = self._waiting.popitem()
             answer.set_exception(DataLoss("the engine ended while rows were copied to it"))
-            answer.exception()  # whoever waited may have been cancelled
+            answer.exception()  # the caller may have been cancelled
         if had:
             self.on_lost()

@@ -1,4 +1,4 @@
-"""Engine processes: a spare one, where that is wanted, and a watch over the one that serves."""
+"""Engine processes: a spare one, if configured, and a watchdog for the one that serves."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LOOK_SECONDS = 0.25
 
 
 class SpareEngine:
-    """Starts engines that run `module` and inherit `fds`, the first of them the row arena's. Whoever takes one owns it;
-    `stop` ends the spare one.
+    """Starts engines that run `module` and inherit `fds`, the first of which is the row arena's. The caller of `take`
+    owns the engine; `stop` ends the spare one.
 
-    An engine that takes the place of one that has died spends most of its start on importing what it is made of. One
-    that was started ahead of need has that behind it: it waits for its settings, and costs memory alone.
+    An engine spends most of its start importing modules. A spare engine has done so and waits for its settings, at the
+    cost of memory alone.
     """
 
     def __init__(self, *fds: int, wanted: bool, module: str = MODULE) -> None:
@@ -41,7 +41,7 @@ class SpareEngine:
         return await self._start()
 
     def prepare(self) -> None:
-        """Starts a spare one, where that is wanted and none is there. For when the machine has time for it."""
+        """Starts a spare engine, if one is configured and missing. To be called when the machine has time."""
         if self._wanted and self._spare is None and (self._preparing is None or self._preparing.done()):
             self._preparing = tasks.start(self._prepare(), "spare engine")
 
@@ -63,8 +63,8 @@ class SpareEngine:
 
 
 class Watch(Watchdog):
-    """A block in which the engine with this process id is listened to. It is left with ChildDied where the engine does
-    not serve within `start_seconds`, or after that is silent for too long, or at one step for `step_seconds`, as where
+    """Watches the engine with this process id during the context. Raises ChildDied if the engine does not serve within
+    `start_seconds`, is silent for too long after that, or spends more than `step_seconds` on one step, for example when
     a GPU hangs."""
 
     def __init__(self, pid: int, start_seconds: float, step_seconds: float) -> None:
@@ -95,8 +95,8 @@ class Watch(Watchdog):
             return silence > self._start_seconds
         if self._busy > self._step_seconds:
             return True
-        # A beat comes every second, so one that is silent is frozen, unless the system says that it is held up: where
-        # more processes want to run than there are cores for, killing it would make an outage of slowness.
+        # A beat comes every second, so a silent engine is frozen, unless the system reports contention: if more
+        # processes want to run than there are cores, killing it would turn slowness into an outage.
         return silence > _SILENCE_SECONDS and (silence > HELD_UP_SECONDS or not is_held_up(self._pid))
 
     def _why(self) -> str:

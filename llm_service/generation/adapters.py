@@ -16,12 +16,11 @@ _LONGEST_NAME = 128
 
 
 class Adapters:
-    """Those of one service, whose model has the name `model`, `most` at once; `enabled`: there is a folder that they
-    may be read from. `of_media`: folders of the checkpoint's own adapters, which have no name, by the modality that a
-    prompt has which is computed with one; of several the first counts.
+    """The adapters of the service's model `model`, at most `most` at once; `enabled` if a folder to load them from is
+    configured. `of_media` are folders of the checkpoint's own adapters, which have no name, by the modality of the
+    prompts that need them; of several modalities the first counts.
 
-    An adapter is given up when it has been unloaded and no request is under way with it, so that none changes in the
-    middle of an answer.
+    An unloaded adapter is dropped when no request uses it any more, so no adapter changes within an answer.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Adapters:
 
     @property
     def all(self) -> list[LoadedAdapter]:
-        """Those with a name."""
+        """The adapters that have a name."""
         return list(self._named.values())
 
     def find(self, name: str) -> LoadedAdapter | None:
@@ -59,8 +58,8 @@ class Adapters:
         return next((adapter.name for adapter in self.all if adapter.number == number), None)
 
     async def load(self, name: str, path: str) -> LoadedAdapter:
-        """Reads an adapter's folder and gives it a name; one after the other. A caller who leaves does not end it.
-        Raises TwinlensError, and nothing has changed."""
+        """Loads an adapter's folder under a name; one load at a time. A caller who leaves does not end it. Raises
+        TwinlensError, after which nothing has changed."""
         task = asyncio.create_task(self._load(name, path))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -87,7 +86,7 @@ class Adapters:
         _log.info("the checkpoint's own adapter is loaded", rank=read.rank)
 
     def of_media(self, modalities: Collection[Modality]) -> LoadedAdapter | None:
-        """The checkpoint's own that a prompt with these items is computed with. Raises Unavailable where it is lost."""
+        """The checkpoint's own adapter for a prompt with these items. Raises Unavailable if it is lost."""
         path = next((path for kind, path in self._of_media.items() if kind in modalities), None)
         if path is not None and path not in self._own:
             raise Unavailable("the checkpoint's own adapter is lost", reason="ADAPTER_LOST")
@@ -104,7 +103,7 @@ class Adapters:
             raise Exhausted("too many adapters are loaded", reason="TOO_MANY_ADAPTERS")
 
     def unload(self, name: str) -> LoadedAdapter:
-        """Takes an adapter's name away. Raises NotFound where there is no such."""
+        """Removes an adapter's name. Raises NotFound if there is none."""
         adapter = self._named.pop(name, None)
         if adapter is None:
             raise NotFound("no adapter of that name is loaded", reason="UNKNOWN_ADAPTER", field="name")
@@ -130,14 +129,14 @@ class Adapters:
                 self._engine.drop_adapter(adapter.number)
 
     def _lose(self, number: int) -> None:
-        """A new engine cannot have it: its folder is not what it was."""
+        """A new engine cannot load it: its folder has changed."""
         for adapter in [each for each in self.all if each.number == number]:
             del self._named[adapter.name]
         self._own = {path: each for path, each in self._own.items() if each.number != number}
         self._unloaded = {each for each in self._unloaded if each.number != number}
 
     def check_idle(self) -> None:
-        """Raises AssertionError where a request is under way with one though all are over."""
+        """Raises AssertionError if an adapter counts a request although all are over."""
         assert not self._unloaded, "an adapter that was unloaded is still kept"
         every = [*self.all, *self._own.values()]
         assert not any(adapter.in_flight for adapter in every), "an adapter is held by nobody"

@@ -1,4 +1,5 @@
-"""The choices of a request: from tokens to text, and to their ends. One that is resumed begins behind what it has."""
+"""The choices of a request, from tokens to text and to their ends. A resumed choice continues from its earlier
+output."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from llm_service.prompt.transcript import TranscriptReader, transcript_reader
 from llm_service.request import ChatPrompt, Request
 
 _MOST = 64
-"""Tokens of one delta: with twenty likely ones beside each it is still far from what a gRPC message may hold, and made
-in a few milliseconds."""
+"""Most tokens of one delta: with twenty likely tokens beside each it stays far below gRPC's limit, and takes a few
+milliseconds to build."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """What is known of a choice that is not finished: its text, how many tokens it has, those that it came with, and
-    how many drafts were verified and accepted. `reasoning` counts where an answer may begin with that, and `words`
-    reads a transcript. Where it `shows_stop`, its text has that of the token that ends it; which is the
-    `stop_token` where that is one of `stop_token_ids`."""
+    """An unfinished choice: its text, its number of tokens, those that it was resumed with, and its verified and
+    accepted drafts. `reasoning` counts reasoning tokens if the answer may begin with reasoning; `words` reads a
+    transcript. With `shows_stop`, the text includes that of the token that ends it, which is `stop_token` if it is one
+    of `stop_token_ids`."""
 
     index: int
     text: Detokenizer
@@ -42,8 +43,8 @@ class Choice:
     words: TranscriptReader = field(default_factory=TranscriptReader)
 
     def resume(self, token_ids: tuple[int, ...]) -> None:
-        """Takes the tokens that it comes with, whose text has been told. Raises InvalidInput where it goes on behind a
-        stop text."""
+        """Takes the tokens that it is resumed with, whose text was sent before. Raises InvalidInput if they go on
+        behind a stop text."""
         for token in token_ids:
             if self.text.stopped is not None:
                 raise InvalidInput("an answer cannot continue after its end", reason="BAD_RESUME", field="resume")
@@ -52,14 +53,14 @@ class Choice:
         self.tokens, self.resumed = len(token_ids), token_ids
 
     def count_reasoning(self, counter: ReasoningCounter) -> None:
-        """Counts what of it is reasoning, from its first token on."""
+        """Counts its reasoning tokens, from the first token on."""
         self.reasoning = counter
         for token in self.resumed:
             counter.push(token)
 
     def add(self, tokens: Sequence[Token]) -> tuple[Delta, str]:
-        """Takes new tokens, at least one, up to the one that ends it: what its caller is told of them, and why it ends;
-        empty where it goes on."""
+        """Takes new tokens, at least one, up to the one that ends the choice. Returns the delta for the caller and why
+        the choice ends; empty if it goes on."""
         delta, ended = Delta(self.index), ""
         for token in tokens:
             self.tokens += 1
@@ -83,7 +84,7 @@ class Choice:
         return delta, ended
 
     def complete(self, ended: str) -> str:
-        """Why it ends, where the engine finds that it `ended` with what it came with."""
+        """Why the choice ends, if the engine reports that its earlier output `ended` it."""
         self.text.finish()
         if self.text.stopped is not None:
             return "stop"
@@ -98,9 +99,9 @@ class Choice:
 def together(
     events: Iterable[Event], most: int = _MOST
 ) -> Iterator[Started | Prefilled | PromptLogprobs | Pooled | Complete | list[Token]]:
-    """The same events, with the tokens of each choice as lists of up to `most`: where its caller has not taken what
-    came before, one message has all that has come since. Likewise no more logprobs of a prompt's tokens stand together.
-    What is no token comes first: it was said before the tokens, or is about another choice."""
+    """Merges events: the tokens of each choice become lists of at most `most`, so one message has all tokens since the
+    caller's last read. Prompt logprobs are merged within the same bound. Events other than tokens come first: they
+    precede the tokens, or belong to another choice."""
     waiting: dict[int, list[Token]] = {}
     for event in events:
         if isinstance(event, PromptLogprobs):
@@ -118,8 +119,8 @@ def together(
 
 
 def open_choices(request: Request, tokenizer: Tokenizer) -> dict[int, Choice]:
-    """The choices of a request that are not finished. Not for the event loop where there are thousands of tokens to
-    resume behind. Raises InvalidInput where they cannot have been said."""
+    """The choices of a request that are not finished. Not for the event loop if thousands of tokens are resumed. Raises
+    InvalidInput if the model cannot have generated them."""
     resumed = {each.index: each for each in request.resume}
     choices: dict[int, Choice] = {}
     for index in range(request.sampling.n):
@@ -139,8 +140,8 @@ def open_choices(request: Request, tokenizer: Tokenizer) -> dict[int, Choice]:
 
 
 def resumed_for_engine(request: Request, choices: dict[int, Choice]) -> list[Resumed]:
-    """What the engine is told of the choices that are resumed; it generates nothing of those that are finished, or have
-    met their stop text."""
+    """The resumed choices for the engine, which generates nothing for those that are finished or have met their stop
+    text."""
     return [
         Resumed(
             each.index,

@@ -1,5 +1,4 @@
-"""What answers are held to: a form of their own or of the calls in them, words they must not have, the length of their
-reasoning."""
+"""Constraints of answers: a grammar for the answer or its calls, bad words, and a bound of reasoning."""
 
 from __future__ import annotations
 
@@ -19,25 +18,25 @@ from llm_service.prompt.reasoning import CallSign, ReasoningCounter
 from llm_service.request import ChatPrompt, PromptLayout, Request, Structure, Trigger
 
 _MOST_TRIED = 32
-"""Strict functions that are compiled one by one where together they cannot be."""
+"""Most strict functions that are compiled one by one if they cannot be compiled together."""
 _FEW_LETTERS = 2048
-"""Bad words of so many letters are looked up on the event loop: in less than a millisecond."""
+"""Bad words with fewer characters are tokenized on the event loop, in less than a millisecond."""
 
 
 class Constraints:
-    """Makes what a request asks of its answers into parameters of sampling; `compiler` compiles grammars."""
+    """Turns the constraints of a request into sampling parameters; `compiler` compiles grammars."""
 
     def __init__(self, prompts: PromptBuilder, compiler: Compiler) -> None:
         self._prompts = prompts
         self._compiler = compiler
 
     async def apply(self, request: Request) -> Request:
-        """The request with its grammar compiled, its bad words as tokens, and a bound of its reasoning. Raises
-        InvalidInput where the form it asks for is none."""
+        """The request with its grammar compiled, its bad words as tokens, and its reasoning bounded. Raises
+        InvalidInput if the form that it asks for is not valid."""
         return await self._with_bad_words(self._bounded(await self._with_grammar(request)))
 
     def behind_reasoning(self, request: Request, layout: PromptLayout, *, thinking: bool) -> Request:
-        """The request, whose answer has its form behind what the model thinks, where that comes first or may."""
+        """The request, with its form applied after the reasoning if the answer begins, or may begin, with reasoning."""
         if (bound := request.sampling.thinking_bound) is not None and thinking:
             request = _sampled(request, thinking_bound=msgspec.structs.replace(bound, opened=True))
         if request.structure is None or (trigger := self._trigger(request, layout)) is None:
@@ -49,8 +48,8 @@ class Constraints:
         return self._prompts.form_trigger(request.prompt, layout.ids, request.structure)
 
     def count_reasoning(self, request: Request, layout: PromptLayout, choices: dict[int, Choice]) -> bool:
-        """Has each choice's reasoning counted, where there may be some: not in an answer that has its form from its
-        first token on. Whether answers begin with it."""
+        """Has the reasoning of each choice counted, unless the answer has its form from the first token on. Returns
+        whether answers begin with reasoning."""
         template = self._prompts.template
         if not template.reads_reasoning:
             return False
@@ -78,13 +77,13 @@ class Constraints:
             made = await self._compiler.grammar(structure, request.salt, request.salt or request.peer)
         except InvalidInput as error:
             if request.structure is not None and request.structure.kind == "structural_tag":
-                error = error.at("sampling.structural_tag")  # which is compiled as a grammar
+                error = error.at("sampling.structural_tag")  # it is compiled as a grammar
             at_fault = await self._strict_at_fault(request)
             raise at_fault or (error.at("chat.tools") if calls else error) from None
         return _sampled(request, grammar=made.grammar, grammar_bytes=made.bytes, grammar_trigger=trigger)
 
     async def _strict_at_fault(self, request: Request) -> InvalidInput | None:
-        """The refusal of the first strict function whose parameters cannot be compiled by themselves, of a few."""
+        """The error for the first of a few strict functions whose parameters cannot be compiled on their own."""
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else ()
         strict = [(number, tool.parameters) for number, tool in enumerate(tools) if tool.strict]
         for number, parameters in strict[:_MOST_TRIED]:
@@ -96,7 +95,7 @@ class Constraints:
         return None
 
     def _bounded(self, request: Request) -> Request:
-        """The request, whose reasoning ends in time."""
+        """The request with a bound on its reasoning."""
         if (budget := request.thinking_token_budget) is None:
             return request
         return _sampled(request, thinking_bound=self._prompts.thinking_bound(budget))

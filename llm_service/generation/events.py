@@ -1,5 +1,5 @@
-"""What a generation tells its caller: Begun once, logprobs of the prompt, deltas, and Ended once for each choice; or
-Begun and Embedded."""
+"""The events of a generation: Begun once, prompt logprobs, deltas, and Ended once for each choice; or Begun and
+Embedded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from llm_service.request import PromptLayout
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The prompt is laid out and computing has begun; `cached` of its tokens came from the prefix cache. The answer
-    begins inside of the model's reasoning where that is so (`thinking`). `identities` are those of the prompt's full
-    blocks, where prompts that begin alike are expected to find them."""
+    """The prompt is laid out and computation has begun; `cached` of its tokens came from the prefix cache. `thinking`:
+    the answer begins inside the model's reasoning. `identities` are those of the prompt's full blocks, if prompts that
+    begin alike can find these."""
 
     layout: PromptLayout
     cached: int
@@ -52,7 +52,7 @@ class Delta:
     turns: list[Turn] = field(default_factory=list)
 
     def add(self, text: str, token: int, logprobs: TokenLogprobs | None) -> None:
-        """One more token, with which so much more text is certain."""
+        """Adds a token and the text that it completes."""
         self.text += text
         self.tokens.append(token)
         if logprobs is not None:
@@ -61,10 +61,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A choice is complete; `reason` is stop, length or structure; `stop_token` is that of `stop_token_ids` which ended
-    it. Of its tokens, `reasoning_tokens` are the model's
-    reasoning, and `accepted_draft_tokens` are those of `draft_tokens` that were right. `stages` count from the
-    request's arrival."""
+    """A choice is complete; `reason` is stop, length or structure, and `stop_token` is the one of `stop_token_ids` that
+    ended it. `reasoning_tokens` counts its tokens of reasoning, and `accepted_draft_tokens` how many of `draft_tokens`
+    were right. `stages` count from the request's arrival."""
 
     choice: int
     reason: str
@@ -79,7 +78,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The prompt is computed: what was `pooled` of its hidden states, float32 [hidden]. `stages` count from the
+    """The prompt is computed; `pooled` are its pooled hidden states, float32 [hidden]. `stages` count from the
     request's arrival."""
 
     pooled: bytes

@@ -1,4 +1,4 @@
-"""A request from its media to its last token. Whatever it takes on the way is given back on every way out."""
+"""Conducts a request from its media to its last token, and gives back everything it has taken on every way out."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ from llm_service.request import (
 )
 
 _SHORT, _FEW_MESSAGES, _FEW_ROWS = 2048, 16, 4096
-"""A prompt of so many characters or token ids, messages and rows of media is laid out on the event loop: in less than a
-millisecond."""
+"""A prompt of at most so many characters or token ids, messages and media rows is laid out on the event loop, in less
+than a millisecond."""
 
 T = TypeVar("T")
 
@@ -104,19 +104,19 @@ class Generator:
         return sum(map(len, self._open.values()))
 
     async def state(self) -> State:
-        """The engine's queues and counters as of now; among those that wait are the requests that it has not been given
-        yet. Raises Unavailable while it is down."""
-        # Counted before it is asked: who is handed over while it answers is in neither account.
+        """The engine's current queues and counters; requests that the engine has not been given yet count as waiting.
+        Raises Unavailable while it is down."""
+        # Counted before the engine is asked: a request submitted while it answers is counted by neither.
         on_their_way = max(0, self.open_requests - self._engine.requests)
         state = await self._engine.state()
         return msgspec.structs.replace(state, waiting=state.waiting + on_their_way)
 
     def abort(self, request_id: str, salt: str = "") -> int:
-        """Ends all requests with this id under this salt; how many there were."""
+        """Ends all requests with this id under this salt; returns how many there were."""
         jobs = [job for job in self._open.get(request_id, ()) if job.salt == salt]
         for job in jobs:
             job.abort()
-            if job.engine_request is not None:  # not only when its caller comes to read of it
+            if job.engine_request is not None:  # at once, not when the caller reads next
                 self._engine.abort(job.engine_request.id)
         return len(jobs)
 
@@ -191,7 +191,7 @@ class Generator:
             thinking = await _computed(self._constraints.count_reasoning, *counting, at_once=not request.resume)
             if all(choice.text.stopped is not None for choice in choices.values()):
                 yield Begun(layout, 0, thinking)
-                for choice in choices.values():  # there is nothing to compute
+                for choice in choices.values():  # nothing is left to compute
                     yield _ended(choice, "stop", stages, media)
                 return
             job.admission.measure(len(layout.ids))
@@ -217,15 +217,15 @@ class Generator:
                     async for event in events:
                         yield event
             finally:
-                self._engine.abort(engine_request.id)  # skipped by the engine where the request has ended
+                self._engine.abort(engine_request.id)  # ignored by the engine if the request has ended
 
     async def prefill(self, request: Request, first_block: int) -> AsyncGenerator[BlockPart]:
-        """Computes a prompt for another service, and gives its KV blocks from that one on, each when a step has
-        computed it. Raises Precondition where blocks are not lent, or there are none, and Unavailable where there is
-        no engine now that could say."""
+        """Computes a prompt for another service, and yields its KV blocks from `first_block` on, each when a step has
+        computed it. Raises Precondition if blocks are not lent or there are none, and Unavailable if no engine
+        serves."""
         blocks = self._engine.blocks
         if blocks is not None:
-            self._engine.check(0)  # what its blocks are like, each engine says itself
+            self._engine.check(0)  # each engine states its own block layout
         if blocks is None or (size := self._engine.reusable_block_size) is None:
             raise Precondition("this service computes no prompts for others", reason="NOT_LENT")
         lending = Lending(blocks, first_block)
@@ -253,10 +253,10 @@ class Generator:
         layout: PromptLayout,
         identities: Sequence[bytes],
     ) -> int:
-        """Has another service compute the prompt, where that is wanted; tokens of the prompt, from the first on, whose
-        blocks are here then."""
+        """Has another service compute the prompt, if that is worth it. Returns how many of its first tokens have their
+        blocks here afterwards."""
         size = self._engine.reusable_block_size
-        asked_to = isinstance(request.prompt, PiecesPrompt)  # by another service: it may be one of those
+        asked_to = isinstance(request.prompt, PiecesPrompt)  # another service asks, which may be one of those
         answers = request.pooling is None and not asked_to
         if self.prefills is None or size is None or not answers or _is_computed_whole(request):
             return 0
@@ -264,14 +264,15 @@ class Generator:
         return await self.prefills.bring(request, pieces, keys, _reusable(identities, layout, size))
 
     def _covered(self, request: Request, layout: PromptLayout, here: int) -> set[int]:
-        """The items whose spans are probably in the prefix cache, where the blocks of the first `here` tokens are."""
+        """The items whose spans are probably in the prefix cache, given that the blocks of the first `here` tokens
+        are."""
         if _is_computed_whole(request):
             return set()
         spans = {span.item for span in layout.spans if span.end <= here}
         return self._prefixes.covered(layout, request.prefix_space) | spans
 
     async def _identities(self, request: Request, layout: PromptLayout) -> Sequence[bytes]:
-        """Those of a prompt's full blocks, where an engine may find some of them."""
+        """The identities of a prompt's full blocks, if an engine may find some of them."""
         if (size := self._engine.reusable_block_size) is None:
             return ()
         return await _computed(self._work_out, request, layout, size, at_once=len(layout.ids) <= _SHORT)
@@ -290,7 +291,7 @@ class Generator:
         return await _computed(self._prompts.layout, pieces, headers, at_once=short and few)
 
     async def _choices(self, request: Request) -> dict[int, Choice]:
-        """The choices that are not finished, behind what they come with."""
+        """The choices that are not finished, each after its earlier output."""
         if not request.resume:
             return open_choices(request, self._prompts.tokenizer)
         return await tasks.to_thread(open_choices, request, self._prompts.tokenizer)
@@ -302,7 +303,8 @@ class Generator:
             check_length(len(layout.ids), ready.max_context, "input", answered=request.pooling is None)
 
     def _retain_for_session(self, request: Request, layout: PromptLayout) -> int:
-        """Notes what a session's turn uses; the session's number, 0 for none. Sessions that are over are let go."""
+        """Records what a session's turn uses; returns the session's number, 0 for none. Ends sessions that have
+        expired."""
         session = self.sessions.use(request.salt, request.session) if request.session else None
         if session is not None:
             for span in layout.spans:
@@ -385,19 +387,19 @@ class Generator:
                     index, ended = ends.popitem()
                     stages.extend("decode_tokens")
                     yield _ended(choices.pop(index), ended, stages, media)
-        if not begun:  # all choices are complete with what they came with
+        if not begun:  # all choices were complete when they came
             yield begin
         for index, ended in ends.items():
             yield _ended(choices[index], ended, stages, media)
 
 
 def _is_computed_whole(request: Request) -> bool:
-    """Whether something is made of every token of its prompt, those included that the prefix cache has."""
+    """Whether something is computed for every prompt token, cached ones included."""
     return request.sampling.prompt_logprobs is not None or (request.pooling is not None and request.pooling.of_all)
 
 
 def _reusable(identities: Sequence[bytes], layout: PromptLayout, size: int) -> Sequence[bytes]:
-    """Drops the last block where the prompt ends with it: at least one token has to be computed."""
+    """Drops the last block if the prompt ends with it: at least one token must be computed."""
     return identities[: (len(layout.ids) - 1) // size]
 
 
@@ -419,7 +421,7 @@ def _is_short(prompt: Prompt) -> bool:
 
 
 async def _computed(work: Callable[..., T], *given: Any, at_once: bool) -> T:
-    """What this work gives; beside the event loop where it may take long."""
+    """Calls `work` and returns its result; in a thread unless `at_once`, since it may take long."""
     return work(*given) if at_once else await tasks.to_thread(work, *given)
 
 

@@ -1,4 +1,4 @@
-"""A request under way, as the generator keeps account of it, and how it is aborted."""
+"""A request in progress, as the generator keeps track of it, and how it is aborted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from llm_service.meters import RequestMeter
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request under way: the task that serves it, its tenant's salt and, once it is there, its part in the engine;
-    and how many tokens of each kind its caller has been told of."""
+    """A request in progress: its task, its tenant's salt, its `EngineRequest` once there is one, and how many tokens of
+    each kind its caller was sent."""
 
     task: asyncio.Task[object] | None
     admission: AdmissionTicket
@@ -37,7 +37,7 @@ class Job:
         self.admission.media_came()
 
     def see(self, event: Event, meter: RequestMeter) -> None:
-        """Takes note of what is told to the caller."""
+        """Records an event that is sent to the caller."""
         match event:
             case Begun():
                 self.admission.start()
@@ -51,7 +51,8 @@ class Job:
                 meter.choice(event.reason, event.completion_tokens)
 
     def outcome_of_leaving(self, deadline: float | None) -> str:
-        """How a request has ended whose caller reads no further: one that took longer than he had has failed."""
+        """The outcome of a request whose caller has stopped reading: failed if its deadline has passed, otherwise
+        cancelled."""
         remaining = None if deadline is None else deadline - time.monotonic()
         late = not self.aborted and has_run_out(time.perf_counter() - self.stages.begun, remaining)
         return "failed" if late else "cancelled"
@@ -63,8 +64,8 @@ class Job:
         log.bind(**self.tokens, stages=seconds)
 
     def abort(self) -> None:
-        """Ends the request inside the generator, which then says why; cancelled in the middle of a message to its
-        caller, it could not. Before the engine has the request nothing is written, and the task is cancelled."""
+        """Ends the request. Once the engine has it, the generator ends it and reports why, because a task cancelled in
+        the middle of a message to its caller could not. Before that nothing is written, and the task is cancelled."""
         if self.engine_request is not None:
             self.engine_request.fail(aborted())
         elif self.task is not None and not self.aborted:
@@ -73,5 +74,5 @@ class Job:
 
 
 def aborted() -> Cancelled:
-    """What its caller gets."""
+    """The error of an aborted request."""
     return Cancelled("the request was aborted", reason="ABORTED")

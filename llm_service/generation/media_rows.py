@@ -1,4 +1,4 @@
-"""The rows of one request's media, from their headers to the moment in which the engine has read them."""
+"""The rows of one request's media, from their headers until the engine has read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llm_service.request import PromptLayout
 
 
 def rows_of(layout: PromptLayout, places: Sequence[tuple[int, int]]) -> list[ItemRows]:
-    """What the engine is told of each span, with these (offset, rows that have landed)."""
+    """The spans for the engine, with these (offset, rows that have arrived)."""
     return [
         ItemRows(span.header.rows_key, place, [(run.start, run.first_row, run.count) for run in span.runs], landed)
         for span, (place, landed) in zip(layout.spans, places, strict=True)
@@ -30,7 +30,7 @@ def rows_of(layout: PromptLayout, places: Sequence[tuple[int, int]]) -> list[Ite
 
 @dataclass(frozen=True, slots=True)
 class _Submitted:
-    """A request that an engine has, and what is called when all of its rows are here."""
+    """A request that the engine has, and the function to call when all its rows have arrived."""
 
     engine: EngineClient
     request: EngineRequest
@@ -38,8 +38,8 @@ class _Submitted:
 
 
 class MediaRows:
-    """A context held by the request's task, around `take` and then `submit`; what was taken is given back on every way
-    out: by the engine, once it has the request and reads its rows no longer, and else at the end of the context.
+    """A context of the request's task, around `take` and then `submit`. Everything taken is given back on every way
+    out: by the engine once it has the request and no longer reads its rows, otherwise at the end of the context.
 
     `fetches` are those of the request's items, in order, with their headers.
     """
@@ -64,7 +64,7 @@ class MediaRows:
         """The request has ended for its caller: nothing more is passed on, or placed."""
         if self._submitted is None:
             self.released()
-            if not self._taken:  # else their streams belong to what they fill
+            if not self._taken:  # else the streams belong to what they fill
                 self._receiver.close(self._fetches)
             return
         self._unwatch()
@@ -82,14 +82,14 @@ class MediaRows:
     async def take(
         self, layout: PromptLayout, covered: Collection[int], on_wait: Callable[[], None] = lambda: None
     ) -> list[ItemRows]:
-        """Room for the rows of every item, all at once, but of those in `covered` that are not here anyway: what the
-        engine is told of each span.
+        """Takes room for the rows of all items together, except those `covered` by the prefix cache whose rows are not
+        here anyway. Returns the spans for the engine.
 
-        What the prefix cache covers has no place in the arena; the engine, which knows what the cache still holds, asks
-        for it where it does need it after all. So there is never a hole.
+        Covered items have no place in the arena. If the engine needs their rows after all, because the cache has lost
+        their blocks, it asks for them; so there is never a hole.
 
-        Raises InvalidInput where the rows of all items could never be here together. `on_wait` is called where rows are
-        to come, or room: it may raise.
+        Raises InvalidInput if the rows of all items can never fit together. `on_wait` is called if rows or room must be
+        waited for, and may raise.
         """
         self._layout = layout
         headers = headers_of(self._fetches)
@@ -105,9 +105,9 @@ class MediaRows:
     def submit(
         self, engine: EngineClient, add: Add, on_complete: Callable[[], None], max_handovers: int = 0
     ) -> EngineRequest:
-        """Hands the request to the engine, which from then on says when rows may be released: once it has computed the
-        prompt's, as long as it does not ask for them again. Every row that lands is passed on to it, what it asks for,
-        or has lost, is placed, and the request fails with its item; `on_complete` is called when all rows are here."""
+        """Submits the request to the engine, which reports when rows may be released: when the prompt is computed,
+        unless it asks for them again. Each row that arrives is reported to the engine, items that it asks for are given
+        places, and the request fails with its items. `on_complete` is called when all rows are here."""
         request = engine.submit(add, self, max_handovers)
         self._submitted = _Submitted(engine, request, on_complete)
         self._watch(self._submitted)
@@ -146,7 +146,7 @@ class MediaRows:
                 tell(entry)
 
     def _tell(self, submitted: _Submitted, number: int, field: str, entry: CacheEntry) -> None:
-        """What has become of the rows of span `number`, whose item stands in this field of the request."""
+        """Reports the state of the rows of span `number`; `field` is where the request has the item."""
         request = submitted.request
         if entry.lost and not request.held and not request.caller_left:
             request.rows_needed()
@@ -164,8 +164,8 @@ class MediaRows:
         return [(NOWHERE, 0) if entry is None else (entry.place.offset, entry.landed) for entry in entries]
 
     async def _place(self) -> None:
-        """Takes places for all items together; the engine has forgotten those that it knew. What this request has is
-        given back before anything is waited for, so no two can hold each other up."""
+        """Takes places for all items together, after the engine has forgotten the earlier ones. All that this request
+        holds is given back before it waits, so no two requests can block each other."""
         self._unwatch()
         self._receiver.counters.covered -= self._covered
         self._covered = 0
@@ -189,13 +189,13 @@ class MediaRows:
         self._watched.clear()
 
     def released(self) -> None:
-        """Gives every entry back: nobody reads them any more."""
+        """Gives every entry back: nobody reads the rows any more."""
         self._released = True
         self._give_back()
 
     def stages(self) -> dict[str, Stage]:
-        """What this service and encoders did for the items, all items together; landing and encoders' stages are of
-        those items alone that this request brought in."""
+        """The stages that this service and the encoders spent on all items together; encoders' stages and transfers
+        count only for items that this request fetched."""
         found: dict[str, Stage] = {}
         for fetch in self._used:
             for name, stage in fetch.stages.items():

@@ -1,7 +1,7 @@
 """Which prompts, up to the end of one of their media spans, were computed before: the engine may still have their KV.
 
-This is a guess, and a cheap one: it decides whether rows are fetched at once or only when the engine asks for them. A
-wrong one costs a message there and back, never a token.
+It is a cheap guess that decides whether rows are fetched at once or only when the engine asks for them. A wrong guess
+costs a round trip to the engine, and never a token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _REMEMBERED = 16_384
 
 
 class Prefixes:
-    """Prefixes by a hash over tokens, media and tenant, the longest unused forgotten first. `block_size` tells how many
-    tokens the engine's blocks have, since only whole ones are found again; None where nothing is."""
+    """Prefixes by a hash over tokens, media and tenant; the least recently used is forgotten first. `block_size`
+    returns the tokens of the engine's blocks, since only whole blocks are reused; None if none are."""
 
     def __init__(self, block_size: Callable[[], int | None], max_entries: int = _REMEMBERED) -> None:
         self._block_size = block_size
@@ -27,7 +27,7 @@ class Prefixes:
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     def covered(self, layout: PromptLayout, salt: str) -> set[int]:
-        """The items whose spans the engine has probably computed: those before the first that it has not."""
+        """The items whose spans the engine has probably computed: all before the first that it has not."""
         found: set[int] = set()
         if (size := self._block_size()) is None:
             return found

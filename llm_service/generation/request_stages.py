@@ -1,4 +1,4 @@
-"""The stages of a request: how long each took, in turn and beside the others."""
+"""The stages of a request: how long each took, in sequence and in parallel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_service.engine.messages import Prefilled
 
 @dataclass(slots=True)
 class Stages:
-    """Stages of a request, each from the end of the one before; `beside` are those that go on meanwhile."""
+    """Stages of a request, each measured from the end of the one before; `beside` are stages in parallel with these."""
 
     in_turn: dict[str, Stage] = field(default_factory=dict)
     beside: dict[str, Stage] = field(default_factory=dict)
@@ -22,12 +22,12 @@ class Stages:
 
     @property
     def all(self) -> dict[str, Stage]:
-        """Every stage there is."""
+        """All stages, by name."""
         return self.in_turn | self.beside
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of every stage there is."""
+        """The seconds of all stages, by name."""
         return seconds_of(self.all)
 
     def prefilled(self, chunk: Prefilled) -> None:
@@ -44,7 +44,7 @@ class Stages:
             self.extend(stage)
 
     def extend(self, stage: str) -> None:
-        """Ends a stage now; where it is the last one that was ended, it has gone on until now."""
+        """Ends a stage now; if it was the last one to end, it is extended until now."""
         now = time.perf_counter()
         add(self.in_turn, stage, Stage.between(self._last or self.begun, now))
         self._last = now

@@ -1,4 +1,4 @@
-"""Conversations whose cached rows and blocks are given up later than everything else, within bounds."""
+"""Conversations whose cached rows and blocks are evicted later than all others, within bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One conversation; `number` is what the engine knows it by. `keys` are its media with the bytes of their rows."""
+    """One conversation; `number` is its name in the engine. `keys` are its media with the bytes of their rows."""
 
     number: int
     tenant: str
@@ -30,11 +30,11 @@ class SessionLimits:
 
 
 class Sessions:
-    """All sessions, the longest unused first. They own nothing and reserve nothing: they only say what should go last,
-    to the encoder cache (which asks `is_retained`) and to the engine (which is told a session's number with each of its
-    requests, and when it is over). So one can slow nobody down, and one that is forgotten costs its next turn time.
+    """All sessions, the least recently used first. They own and reserve nothing; they only tell the encoder cache
+    (which asks `is_retained`) and the engine (which gets a session's number with each request, and its end) what to
+    evict last. So a session slows nobody down, and a forgotten one only costs its next turn time.
 
-    Past a bound the tenant's, or everybody's, longest unused session gives way.
+    Beyond a bound of the tenant or of the service, the least recently used session ends.
     """
 
     def __init__(self, limits: SessionLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +48,7 @@ class Sessions:
         self._numbers = 0
 
     def __len__(self) -> int:
-        """Those whose time is not over."""
+        """The number of sessions that have not expired."""
         return sum(map(self._is_alive, self._sessions.values()))
 
     def use(self, tenant: str, name: str) -> Session:
@@ -71,8 +71,8 @@ class Sessions:
         return session
 
     def retain(self, session: Session, key: bytes, size: int) -> None:
-        """The rows of an item, of so many bytes, belong to a session. The tenant's longest unused ones give way where
-        that is too much for it."""
+        """Adds the rows of an item, `size` bytes, to a session. If the tenant exceeds its bound, its least recently
+        used sessions end."""
         alive = self._sessions.get((session.tenant, session.name)) is session
         if not alive or size > self._limits.row_bytes_per_tenant:
             return
@@ -92,7 +92,7 @@ class Sessions:
         return any(map(self._is_alive, self._keepers.get(key, ())))
 
     def take_ended(self) -> list[int]:
-        """Ends the sessions whose time is over; the numbers of all that have ended since the last call."""
+        """Ends expired sessions. Returns the numbers of all sessions that ended since the last call."""
         self._end_overdue()
         ended, self._ended = self._ended, []
         return ended
@@ -123,7 +123,7 @@ class Sessions:
             self._bytes[session.tenant] -= size
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every count is that of what the sessions hold."""
+        """Raises AssertionError unless every count matches what the sessions hold."""
         sessions = list(self._sessions.values())
         assert sorted(each.number for own in self._by_tenant.values() for each in own.values()) == sorted(
             each.number for each in sessions
