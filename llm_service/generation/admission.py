@@ -1,6 +1,7 @@
-"""How much may be under way and how much may wait; whoever comes when that is reached is refused at once.
+"""Bounds how many requests are in progress and how many wait; further ones are refused at once.
 
-Those that wait for rows of their media are counted apart, so that slow encoders keep nobody out who needs none.
+Requests that wait for rows of their media are counted apart, so that slow encoders do not keep out requests without
+media.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class AdmissionTicket:
         return self._among is not None
 
     def measure(self, tokens: int) -> None:
-        """The prompt, now that it is laid out, has so many tokens; raises Exhausted where too many wait already."""
+        """The prompt is laid out and has so many tokens. Raises Exhausted if too many tokens wait already."""
         limits = self._admission
-        limits.check_tokens(limits.for_engine, tokens)  # which those with media are going to wait for as well
+        limits.check_tokens(limits.for_engine, tokens)  # prompts with media will wait here later
         if self._among is limits.for_media:
             limits.check_tokens(limits.for_media, tokens)
         self.tokens = tokens
@@ -43,7 +44,8 @@ class AdmissionTicket:
             self._among.tokens += tokens
 
     def wait_for_media(self) -> None:
-        """Rows of its media have to come, or to find room; raises Exhausted where too many wait for theirs."""
+        """The request must wait for rows of its media, or for room for them. Raises Exhausted if too many wait for
+        theirs."""
         limits = self._admission
         if self._among is limits.for_engine:
             limits.check_media(self.tokens)
@@ -74,9 +76,9 @@ class AdmissionTicket:
 
 
 class Admission:
-    """Bounds of one service: requests under way; requests that wait for their first token with all that they need, and
-    those that wait for rows of their media; and the tokens of each of the two. A prompt larger than the last bound is
-    taken when nothing else waits."""
+    """The bounds of one service: requests in progress; requests that have all they need and wait for their first token,
+    and requests that wait for rows of their media; and the tokens of both. A prompt larger than the last bound is
+    accepted when nothing else waits."""
 
     def __init__(self, *, max_requests: int, max_waiting: int, max_waiting_media: int, max_waiting_tokens: int) -> None:
         self.max_requests = max_requests
@@ -90,7 +92,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait, whatever for."""
+        """Number of requests that wait for anything."""
         return self.for_engine.requests + self.for_media.requests
 
     @property
@@ -104,7 +106,7 @@ class Admission:
         return self.open - self.waiting
 
     def enter(self) -> AdmissionTicket:
-        """A place for a new request; raises Exhausted where there is none."""
+        """Admits a new request; raises Exhausted if there are too many."""
         if self.open >= self.max_requests:
             raise self._counted(Exhausted("too many requests are being served", reason="TOO_MANY_REQUESTS"))
         if self.for_engine.requests >= self.max_waiting:
@@ -114,14 +116,14 @@ class Admission:
         return AdmissionTicket(self, self.for_engine)
 
     def check_media(self, tokens: int) -> None:
-        """Raises Exhausted where one more, of so many tokens, may not wait for rows of its media."""
+        """Raises Exhausted if one more request, of so many tokens, may not wait for rows of its media."""
         if self.for_media.requests >= self.max_waiting_media:
             why = "too many requests are waiting for their media"
             raise self._counted(Exhausted(why, reason="TOO_MANY_WAITING_MEDIA"))
         self.check_tokens(self.for_media, tokens)
 
     def check_tokens(self, among: Waiting, tokens: int) -> None:
-        """Raises Exhausted where so many more tokens may not wait among these."""
+        """Raises Exhausted if so many more tokens may not wait in `among`."""
         if among.tokens and tokens and among.tokens + tokens > self.max_waiting_tokens:
             why = "too many prompt tokens are waiting"
             raise self._counted(Exhausted(why, reason="TOO_MANY_WAITING_TOKENS"))

@@ -1,5 +1,5 @@
-"""Prompts computed elsewhere: a service of the same model computes one, and its KV blocks are brought here, where the
-engine then goes on behind them. Where that fails, nothing is lost but time: what is missing is computed here."""
+"""Prompts computed elsewhere: another service of the same model computes a prompt, and its KV blocks are fetched, after
+which the engine here continues. If that fails only time is lost: missing blocks are computed here."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _RESOLVE_SECONDS = 2.0
 _UNFIT_SECONDS = 30.0
 """How long one is left alone that serves another model, or lends nothing."""
 _CROWDED = 4
-"""Prompts at a service at which the next choice is taken instead, where that one has fewer."""
+"""If the first choice has so many prompts, the second is taken if it has fewer."""
 
 
 @dataclass(slots=True)
 class PrefillCounters:
-    """Totals since start; the contract's GetLoad says what each counts."""
+    """Totals since start; see GetLoad in the contract."""
 
     prompts: int = 0
     failed: int = 0
@@ -60,8 +60,8 @@ class _Service:
 
 
 class PrefillServices:
-    """All services at `addresses`, as `Resolver` takes them. A prompt that lacks `tokens` or more is computed by one of
-    them, within `seconds`, where there is room for as many; `layout` is what its blocks must be like."""
+    """The services at `addresses`, in the form of `Resolver`. One of them computes a prompt that lacks `tokens` tokens
+    or more, within `seconds`, if there is room for its blocks; `layout` identifies their form."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class PrefillServices:
     async def bring(
         self, request: Request, pieces: Sequence[Piece], keys: Sequence[bytes], identities: Sequence[bytes]
     ) -> int:
-        """Has a prompt computed elsewhere, where that is worth it; how many of its first tokens are cached here then,
-        as far as is known. `keys` are its items', `identities` those of its full blocks, but for a last one with
-        which nothing would be left to be computed."""
+        """Has a prompt computed elsewhere, if that is worth it. Returns how many of its first tokens are cached here
+        afterwards, as far as known. `keys` are its items' keys. `identities` are those of its full blocks, without a
+        last one that would leave nothing to compute."""
         try:
             return await self._bring(request, pieces, keys, identities)
         except Unavailable:  # our own engine has ended: the next one has none of them
@@ -129,7 +129,7 @@ class PrefillServices:
         return (found + awaited.arrived) * size
 
     def _choose(self, prefix: bytes) -> _Service | None:
-        """The one that prompts that begin alike go to, unless it is crowded, or failed lately."""
+        """The service for prompts that begin with this prefix, unless it is crowded or failed lately."""
         services = [each for each in self._services.known.values() if each.usable]
         usable = ranked(prefix, services, lambda each: each.address)
         least = min((each.in_flight for each in usable), default=0)
@@ -143,7 +143,7 @@ class PrefillServices:
         identities: Sequence[bytes],
         request: Request,
     ) -> None:
-        """Takes in the blocks that a service gives; what has arrived when it fails is of use all the same."""
+        """Receives the blocks that a service sends; those that arrive before a failure are kept."""
         self.counters.prompts += 1
         opened, service.in_flight = service.breaker.now(), service.in_flight + 1
         left = math.inf if request.deadline is None else request.deadline - time.monotonic()
@@ -178,7 +178,8 @@ class PrefillServices:
                 raise from_rpc_error(error) from error
 
     def _failed(self, service: _Service, opened: float | None, error: Exception, request_id: str) -> None:
-        """`opened` is when it was asked; None where a caller gave it too little time, which is not held against it."""
+        """`opened` is when it was asked; None if the caller's deadline was too short, which does not count against
+        it."""
         self.counters.failed += 1
         why = error.reason if isinstance(error, TwinlensError) else str(error)
         if isinstance(error, Precondition):
@@ -226,8 +227,8 @@ async def _close(service: _Service, grace: float | None) -> None:
 
 
 def _other_blocks(request: Request) -> TwinlensError:
-    """What is wrong with a service that gives other blocks than were asked for. Where it has another adapter under the
-    name that was asked for, prompts without one are not to suffer by that."""
+    """The error of a service that sends other blocks than requested. If it has another adapter under the requested
+    name, prompts without an adapter are not affected."""
     why = "a service sends other blocks than were requested"
     return DataLoss(why) if request.adapter is None else NotFound(why, reason="UNKNOWN_ADAPTER")
 
@@ -236,7 +237,7 @@ def _other_blocks(request: Request) -> TwinlensError:
 def _open(
     channel: grpc.aio.Channel, message: llm_pb2.PrefillRequest, timeout: float, metadata: tuple[tuple[str, str], ...]
 ) -> Iterator[grpc.aio.UnaryStreamCall[llm_pb2.PrefillRequest, llm_pb2.PrefillResponse]]:
-    """A call, which is cancelled when the block is left early. Raises Unavailable where its channel is being closed."""
+    """A call that is cancelled if the context is left early. Raises Unavailable if its channel is being closed."""
     try:
         call: Any = LlmServiceStub(channel).Prefill(message, timeout=timeout, metadata=metadata)
     except grpc.aio.UsageError as error:

@@ -47,19 +47,19 @@ from llm_service.token_ids import check_token_ids
 
 _SHOWN = SHOWN | {ASR_TEXT}
 _TAIL = 8
-"""Tokens at the end of a prompt, enough for the end of reasoning and the line ends behind it."""
+"""Tokens at the end of a prompt: enough for the end of reasoning and the newlines behind it."""
 _BEFORE = "\n"
-"""A text that becomes no token together with the word behind it."""
+"""A text that never merges with the following word into one token."""
 _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
 
 
 class PromptBuilder:
-    """Knows one checkpoint's tokenizer, template (or the `chat_template` in its place, and `template_variables` where
-    requests do not say) and media layout. It `refuses_strict` functions where calls cannot be held to a schema. Its
-    methods compute: not for the event loop.
+    """Builds prompts for one checkpoint: its tokenizer, chat template (or `chat_template` instead, with
+    `template_variables` as defaults) and media layout. It `refuses_strict` functions if it cannot hold calls to a
+    schema. Its methods compute, so call them outside the event loop.
 
-    A span's length is known only when its header has come, so there are two steps: `pieces`, then `layout`. Special
-    tokens come from the template or from a caller who lays the prompt out himself, never from a chat message's text.
+    A span's length is known only when its header has arrived, so there are two steps: `pieces`, then `layout`. Special
+    tokens come from the template, or from a caller who lays the prompt out, and never from the text of a chat message.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PromptBuilder:
         marks = [each for each in marks if each["content"].strip()]
         self.tokenizer = _showing_marks(settings)
         self.texts = TokenTexts(self.tokenizer)
-        # Without its added tokens a tokenizer cannot turn text into a special token, whatever the text is.
+        # Without its added tokens a tokenizer cannot turn any text into a special token.
         self._plain = PlainTokenizer({**settings, "added_tokens": blanks, "post_processor": None})
         self._added = {each["content"]: int(each["id"]) for each in marks}
         self._special = SpecialTokens(marks)
@@ -103,29 +103,30 @@ class PromptBuilder:
         self._thinking = [self.encode(text, allow_special=True) for text in openings]
 
     def _plain_template(self) -> dict[str, str] | None:
-        """What stands for an item in a conversation where a checkpoint need have no template, by modality."""
+        """The placeholder of an item by modality, for checkpoints that may lack a template."""
         if self._frame is None or not self._frame.lays_out:
             return None
         names = {token: name for name, token in self._added.items()}
         return {str(modality): names[token] for token, modality in self._media.placeholders.items()}
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before a text, and behind it."""
+        """The tokens that the tokenizer puts before and behind a text."""
         made = self.tokenizer.encode("a")
         text = [at for at, is_mark in enumerate(made.special_tokens_mask) if not is_mark]
         return (made.ids[: text[0]], made.ids[text[-1] + 1 :]) if text else (made.ids, [])
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """What its prompts have places for."""
+        """The modalities that its prompts can contain."""
         return frozenset(self._media.placeholders.values())
 
     def ends_in_thinking(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends where the model thinks, so that its output begins with that."""
+        """Whether a prompt ends inside reasoning, so that the output continues it."""
         return any(list(ids[-len(tail) :]) == tail for tail in self._thinking)
 
     def form_trigger(self, prompt: Prompt, ids: Sequence[int], structure: Structure) -> Trigger | None:
-        """Behind what the form of an answer begins, to a prompt of these ids; None: with its first token."""
+        """The text or token behind which the form of an answer to this prompt begins; None: it begins with the first
+        token."""
         if (end := self._added.get(self._reasoning_end)) is None:  # no token of its own
             return None
         if self.ends_in_thinking(ids):
@@ -147,7 +148,8 @@ class PromptBuilder:
         return not has_own and not self.decode(ids[-_TAIL:]).rstrip().endswith(self._reasoning_end)
 
     def thinking_bound(self, tokens: int) -> ThinkingBound:
-        """At most so many tokens of reasoning. Raises InvalidInput where its end is no token that can be asked for."""
+        """A bound of `tokens` tokens of reasoning. Raises InvalidInput if the end of reasoning is not a token that can
+        be forced."""
         end = self._added.get(self._reasoning_end)
         if end is None:
             why = "the model has no token for the end of its reasoning"
@@ -155,8 +157,8 @@ class PromptBuilder:
         return ThinkingBound(tokens, tuple(self._thinking[0]), end)
 
     def bad_word_ids(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The runs of tokens that are made of texts behind other text, with a space before them and without. Raises
-        InvalidInput where there are none."""
+        """The token runs of texts that follow other text, with a space before them and without. Raises InvalidInput if
+        there are none."""
         runs: dict[tuple[int, ...], None] = {}
         for text in texts:
             word = text.lstrip(" ")
@@ -173,13 +175,14 @@ class PromptBuilder:
         return name in self._added
 
     def strict_calls(self, prompt: Prompt) -> tuple[Structure, Trigger] | None:
-        """What calls that the model makes by itself are held to, and behind which token. Raises InvalidInput."""
+        """The grammar of calls that the model makes on its own, and the token behind which it begins. Raises
+        InvalidInput."""
         if not isinstance(prompt, ChatPrompt):
             return None
         return strict_calls(prompt.tools, self.template, self._added, refuses=self._refuses_strict)
 
     def form(self, structure: Structure, prompt: Prompt) -> Structure:
-        """The form that an answer must have, in whose place it may be calls. Raises InvalidInput."""
+        """The form of an answer, which may be calls instead. Raises InvalidInput."""
         if structure.kind == "structural_tag":
             structure = structural_tag.as_grammar(structure.text, self._guided)
         if not isinstance(prompt, ChatPrompt) or not (prompt.calls_or_form and prompt.tools):
@@ -205,16 +208,16 @@ class PromptBuilder:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def encode(self, text: str, *, allow_special: bool = False, whole: bool = False) -> list[int]:
-        """Token ids of a text, as a `whole` prompt with what stands before one; special tokens are recognised only
-        where that is allowed."""
+        """The token ids of a text; a `whole` prompt gets what the tokenizer puts before one. Special tokens are
+        recognised only if allowed."""
         if not whole:
             return self._ids(self._split(text)) if allow_special else self._tokenize(text)
         pieces: list[Piece] = self._split(text) if allow_special else [text] if text else []
         return self._ids(self._framed(self._begun(pieces, with_media=False)))
 
     def pieces(self, prompt: Prompt, modalities: Sequence[Modality], *, closed: bool = False) -> list[Piece]:
-        """The prompt in pieces, with one slot for each item; `closed` by what the tokenizer puts behind a text, where
-        nothing is to follow. Raises InvalidInput where slots and items do not agree."""
+        """The prompt in pieces, with one slot for each item; if `closed`, with what the tokenizer puts behind a text,
+        since nothing will follow. Raises InvalidInput if slots and items do not match."""
         pieces: list[Piece]
         if isinstance(prompt, PiecesPrompt):
             return list(prompt.pieces)
@@ -236,7 +239,8 @@ class PromptBuilder:
         return [*pieces, self._last] if closed and self._last and not bare else pieces
 
     def _begun(self, pieces: list[Piece], *, with_media: bool) -> list[Piece]:
-        """With what the tokenizer puts before a text, where it has none, and no frame says what it begins with."""
+        """Adds what the tokenizer puts before a text, if the prompt lacks it and no frame of the family decides how it
+        begins."""
         framed = self._frame is not None and (with_media or self._frame.always)
         has_none = self._first and not framed and pieces[:1] != self._first[:1]
         return [self._first, *pieces] if has_none else pieces
@@ -253,7 +257,7 @@ class PromptBuilder:
         """The final prompt, when the header of every item is known (in item order)."""
         ids: list[int] = []
         spans: list[Span] = []
-        text, first = "", True  # nothing stands before it but what the tokenizer puts there
+        text, first = "", True  # only the tokenizer's own tokens precede it
         for piece in self._joined(self._expanded(pieces, headers)):
             if isinstance(piece, str):
                 text += piece  # texts that meet are tokenized as one, as the reference does
@@ -271,8 +275,8 @@ class PromptBuilder:
         return self._placed(ids, spans)
 
     def truncated(self, layout: PromptLayout, truncation: Truncation) -> PromptLayout:
-        """A prompt without what is too much of it; what the tokenizer puts before and behind a text stays where it is.
-        Raises InvalidInput where that would take a part of an item."""
+        """Truncates a prompt; what the tokenizer puts before and behind a text stays. Raises InvalidInput if an item
+        would be cut."""
         ids, too_many = layout.ids, len(layout.ids) - truncation.tokens
         if too_many <= 0:
             return layout
@@ -298,12 +302,12 @@ class PromptBuilder:
         longest = 0
         if len(ids) + mrope_delta > self._turns_at > 0:  # one past its last place
             where, mrope_delta = where + np.int32(FAR), mrope_delta + FAR
-        elif self._turns_at:  # with one token more, which is not computed, it would have to be computed anew
+        elif self._turns_at:  # one token more, not computed here, would require computing it all again
             longest = self._turns_at + 1 - mrope_delta
         return PromptLayout(ids, spans, where.tobytes(), mrope_delta, longest)
 
     def _place(self, slot: MediaSlot, header: Header, ids: list[int], spans: list[Span]) -> None:
-        """Appends an item's next run of rows. Raises DataLoss where an encoder has them stand for no token."""
+        """Appends an item's next run of rows. Raises DataLoss if the encoder's rows stand for no token."""
         if not 0 <= slot.token < self.vocab_size:
             raise DataLoss("an encoder's rows stand for a token that does not exist")
         earlier = spans.pop().runs if spans and spans[-1].item == slot.item else ()
@@ -313,7 +317,7 @@ class PromptBuilder:
         ids.extend([slot.token] * slot.rows)
 
     def _expanded(self, pieces: Sequence[Piece], headers: Sequence[Header]) -> Iterator[Piece]:
-        """With what its family puts there in the stead of each slot."""
+        """Replaces each slot by what the family puts there."""
         seen = Counter[Modality]()
         for piece in pieces:
             if isinstance(piece, SoundLength):
@@ -342,7 +346,7 @@ class PromptBuilder:
                 first = False
 
     def _numbered(self, text: str, number: int) -> str:
-        """What an item's text is, as that of one with this number in a prompt; encoders know it by the number 0."""
+        """The text of an item with this number in the prompt; encoders always number it 0."""
         mark = self._number_mark
         return text.replace(f"{mark}0", f"{mark}{number}", 1) if mark and text.startswith(f"{mark}0") else text
 
@@ -365,7 +369,7 @@ class PromptBuilder:
         return isinstance(piece, str) and piece[:1] not in ("", "<") and not piece[0].isspace()
 
     def _framed(self, pieces: list[Piece]) -> list[Piece]:
-        """With what transformers' processor sets into a prompt."""
+        """Adds what transformers' processor puts into a prompt."""
         last = max((place for place, piece in enumerate(pieces) if isinstance(piece, MediaSlot)), default=None)
         if self._frame is None or (last is None and not self._frame.always):
             return pieces
@@ -407,14 +411,14 @@ class PromptBuilder:
             at += self._run if is_run else 1
 
     def _laid_out(self, text: str) -> list[Piece]:
-        """Cuts a text that is not a caller's message at special tokens, and where lengths of sounds stand."""
+        """Cuts a text that is not a caller's message at special tokens and at marks for the lengths of sounds."""
         if not self._length_mark:
             return self._split(text)
         first, *others = map(self._split, text.split(self._length_mark))
         return [*first, *(piece for other in others for piece in (SoundLength(), *other))]
 
     def _with_lengths(self, pieces: list[Piece], field: str) -> list[Piece]:
-        """With whose lengths they are: those of the prompt's sounds, in order. Without a sound the mark is a text."""
+        """Fills in the lengths of the prompt's sounds, in order. Without a sound the mark is ordinary text."""
         sounds = [piece.item for piece in pieces if isinstance(piece, MediaSlot) and piece.modality is Modality.AUDIO]
         wanted = sum(isinstance(piece, SoundLength) for piece in pieces)
         if sounds and wanted > len(sounds):
@@ -457,8 +461,8 @@ def _moved(span: Span, by: int) -> Span:
 
 
 class PlainTokenizer:
-    """A tokenizer that knows no special tokens, for stretches of a prompt that is cut at them. Some tokenizers set a
-    mark before the first word of a text; what follows a special token is not the first."""
+    """A tokenizer without special tokens, for stretches of a prompt that was cut at these. Some tokenizers put a mark
+    before the first word of a text; a stretch behind a special token is not the first."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._first = self._later = Tokenizer.from_str(json.dumps(settings))
@@ -468,21 +472,21 @@ class PlainTokenizer:
             self._later = Tokenizer.from_str(json.dumps(later))
 
     def ids(self, text: str, *, first: bool) -> list[int]:
-        """The ids of a stretch, which is the prompt's first, or is not."""
+        """The ids of a stretch; `first` if the prompt begins with it."""
         tokenizer = self._first if first else self._later
         # A batch of one: `encode` would let no other thread run, the event loop's included, for seconds a megabyte.
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def ids_behind(self, text: str) -> list[int]:
-        """The ids of a text behind another one: some tokenizers set a mark before each text, which is none of it."""
+        """The ids of a text behind another one, without the mark that some tokenizers put before each text."""
         before, both = self.ids(_BEFORE, first=False), self.ids(_BEFORE + text, first=False)
         return both[len(before) :] if both[: len(before)] == before else self.ids(text, first=False)
 
 
 def _showing_marks(settings: dict[str, Any]) -> Tokenizer:
-    """The tokenizer, with which texts have the marks that callers take them apart by, though it may have them as
-    special tokens, which texts leave out. Raises CheckpointError where it is of a kind that is not known here."""
+    """A tokenizer that keeps in decoded texts the marks that callers parse, even if they are special tokens, which are
+    otherwise skipped. Raises CheckpointError for an unknown kind of tokenizer."""
     added = [
         {**each, "special": False} if each["content"] in _SHOWN else each for each in settings.get("added_tokens", [])
     ]

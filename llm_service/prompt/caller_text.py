@@ -1,6 +1,6 @@
-"""What callers write, while a chat template runs. Jinja joins strings by what is in them: there a mark stands in the
-place of each text, and texts come in at the end. Whatever the template asks of a string is answered by the text itself,
-and what it makes of one is the caller's again."""
+"""Texts of callers while a chat template runs. Jinja joins strings by their content, so a mark stands for each text,
+and texts are inserted at the end. Methods that the template calls on a string work on the text itself, and their
+results still count as the caller's."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _ANSWERED_ALONE = (
 """Methods that give no text."""
 _MADE_BY_PART = ("lower", "upper", "casefold", "swapcase")
 _MADE_ANEW = ("capitalize", "title", "center", "ljust", "rjust", "zfill", "expandtabs", "translate")
-"""Methods whose result is the caller's as a whole."""
+"""Methods whose result belongs to the caller as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a text: of which of the callers' texts it is, 0 for the template's own, and what stands for it."""
+    """A stretch of a text: the number of the caller's text that it comes from, 0 for the template's own, and the string
+    that stands for it."""
 
     text: str
     source: int
@@ -42,7 +43,7 @@ class CallerTexts:
         self._parts: list[Part] = []
 
     def put(self, text: str, source: int = 0) -> CallerText:
-        """What stands for a text, that is made of the one with this number or is itself given by the caller."""
+        """The mark for a text that comes from the caller's text `source`, or is a new one (0)."""
         return CallerText(self, [self.part(text, source or len(self._parts) + 1)])
 
     def part(self, text: str, source: int) -> Part:
@@ -53,7 +54,7 @@ class CallerTexts:
         return self._parts[-1]
 
     def parts(self, text: str) -> list[Part]:
-        """What a string with marks consists of."""
+        """The parts of a string with marks."""
         text = _marked(text)
         found: list[Part] = []
         at = 0
@@ -65,11 +66,11 @@ class CallerTexts:
         return [*found, self.part(text[at:], 0)] if at < len(text) else found
 
     def read(self, text: str) -> str:
-        """The text that a string with marks stands for; one without is what it says."""
+        """The text that a string with marks stands for."""
         return CallerText(self, self.parts(text)) if self._begin in _marked(text) else text
 
     def within_json(self, text: str, *, ensure_ascii: bool) -> str:
-        """The same of JSON, where texts are written as it has them."""
+        """The same for JSON, in which the texts are escaped."""
         parts: list[Part] = []
         for part in self.parts(text):
             if part.source:
@@ -103,7 +104,7 @@ class CallerText(str):
         return {part.source for part in self._parts if part.source}
 
     def _cut(self, start: int, stop: int) -> CallerText:
-        """What stands between two places; of nothing is still known where it was."""
+        """The part between two positions; an empty part still knows where it was."""
         parts: list[Part] = []
         end = 0
         for part in self._parts:
@@ -115,7 +116,7 @@ class CallerText(str):
         return CallerText(self._texts, parts)
 
     def _in_turn(self, words: Iterable[str], gap: int = 0) -> list[Any]:
-        """Words of the text with so many characters between two of them."""
+        """Words of the text, in order, with `gap` characters between two of them."""
         found: list[CallerText] = []
         at = 0
         for word in words:
@@ -146,7 +147,7 @@ class CallerText(str):
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
         if not isinstance(key, slice):
-            self._plain[key]  # raises what a string does
+            self._plain[key]  # raises what a string raises
             at = key.__index__() % len(self._plain)
             return self._cut(at, at + 1)
         start, stop, step = key.indices(len(self._plain))
@@ -245,7 +246,7 @@ def _marked(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """What a text says; anything else as it is."""
+    """A text as a plain string; other values unchanged."""
     return value._plain if isinstance(value, CallerText) else value
 
 
@@ -255,7 +256,8 @@ def sources(text: str) -> set[int]:
 
 
 def made_anew(work: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """What this makes of texts themselves; a text of one is the caller's as a whole."""
+    """Applies `work` to the texts themselves; a text that results from a caller's text belongs to the caller as a
+    whole."""
     texts = [each for each in given if isinstance(each, CallerText)]
     made = work(*map(plain, given), **{name: plain(value) for name, value in options.items()})
     return texts[0]._texts.put(str(made), texts[0]._source) if texts and isinstance(made, str) else made

@@ -1,5 +1,5 @@
-"""The checkpoint's chat template, kept apart from what users write: a template may look at a text and cut it, but what
-comes of it is the user's still. So nothing that a user writes can be taken for a part of the template."""
+"""The checkpoint's chat template, kept apart from what users write: a template may inspect and cut a text, but the
+result still belongs to the user. So nothing that a user writes can be mistaken for a part of the template."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from llm_service.request import ChatPrompt, MediaItem, Message, ToolDefinition
 
 ROLES = ("system", "user", "assistant", "tool")
 
-# What a template raises over a conversation of a shape that it does not know: its own errors, and Python's.
+# The errors that a template raises for a conversation that it does not expect: its own and Python's.
 _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
 
 
-# A word of a tool's definition, such as a type or a name, which a template may look at: no sign that any template or
-# special token is made with.
+# A word of a tool's definition, such as a type or a name, which a template may inspect: it contains no character of
+# template syntax or special tokens.
 _WORD = re.compile(r"[A-Za-z_$][\w$.-]{0,127}", re.ASCII)
 
 
 def _put_all(texts: CallerTexts, value: Any) -> Any:
-    """A JSON value in which something stands for every text and key, but for plain words."""
+    """A JSON value in which every text and key is replaced by its mark, except plain words."""
     match value:
         case str():
             return value if _WORD.fullmatch(value) else texts.put(value)
@@ -48,7 +48,7 @@ _REASONING = {
     "block": r"""==\s*['"]thinking['"]""",
     "thinking": r"""message\.thinking|message\[['"]thinking['"]\]""",
 }
-"""Where a message has what the model thought, by a sign of a template that looks there."""
+"""Where a message has its reasoning, by a mark in templates that look there."""
 
 _THINKING = ("enable_thinking", "thinking")
 _OWN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
@@ -68,10 +68,10 @@ _PLAIN = """\
 
 
 class ChatTemplate:
-    """A compiled template; `render` gives (piece, is the caller's) pairs. It knows tools, a choice of thinking, and how
-    much of it, where it names their variables. A conversation that it refuses is `refused` so. `defaults` are variables
-    where a prompt does not say; raises CheckpointError for one that the template does not ask for. `marks` go before
-    those that it shows."""
+    """A compiled template; `render` returns (piece, whether the caller wrote it) pairs. It supports tools, switching
+    thinking on or off, and thinking effort if it names their variables. Conversations that it rejects raise
+    InvalidInput. `defaults` are variables that a prompt may override; raises CheckpointError for one that the template
+    does not use. `marks` precede those that it shows."""
 
     def __init__(
         self,
@@ -127,9 +127,9 @@ class ChatTemplate:
         defaults: Mapping[str, Any] | None = None,
         marks: OutputMarks | None = None,
     ) -> ChatTemplate:
-        """The `source`, or else the template where checkpoints keep it. Where there is none, a conversation is one
-        message with these placeholders in it, by modality, of a model that was taught no other; without them, raises
-        CheckpointError, as for a template that is none."""
+        """The template from `source`, or else from where checkpoints keep it. Without one, a conversation is a single
+        message with these placeholders for its media, by modality, if the model was taught no other form; without
+        placeholders, or if the template is invalid, raises CheckpointError."""
         settings = checkpoint.json("tokenizer_config.json")
         named = _by_name(
             source
@@ -156,7 +156,8 @@ class ChatTemplate:
             ) from error
 
     def may_think(self, prompt: ChatPrompt) -> bool:
-        """Whether the model may begin an answer with reasoning, as far as its marks are known and nobody forbids it."""
+        """Whether an answer may begin with reasoning, as far as the model's marks are known, unless the prompt forbids
+        it."""
         default = next((self._defaults[name] for name in _THINKING if name in self._defaults), None)
         thinking = default if prompt.thinking is None else prompt.thinking
         effort = prompt.reasoning_effort or self._defaults.get("reasoning_effort")
@@ -169,10 +170,10 @@ class ChatTemplate:
         self.knows_tools, self.tool_format, self.names_calls = True, other.tool_format, other.names_calls
 
     def render(self, prompt: ChatPrompt) -> list[tuple[str, bool]]:
-        """The laid-out conversation as (text, whether the caller wrote it); media stand as the template has them.
+        """The conversation laid out as (text, whether the caller wrote it); media are where the template puts them.
 
-        Raises InvalidInput for a role that is not known, for what the template has no place for, or a conversation that
-        it refuses.
+        Raises InvalidInput for an unknown role, for content that the template ignores, or if the template rejects the
+        conversation.
         """
         if self._with_tools is not None and prompt.tools:
             return self._with_tools.render(prompt)
@@ -199,7 +200,7 @@ class ChatTemplate:
         return parts if ending is None else self._unended(ending, parts)
 
     def _unended(self, ending: set[int], parts: list[Part]) -> list[Part]:
-        """Up to the end of what the last message says."""
+        """The parts up to the end of the last message's text."""
         ends = [at for at, part in enumerate(parts) if part.source in ending]
         if not ends:
             raise InvalidInput(self._refused, reason="CHAT_REFUSED", field="chat.messages")
@@ -215,12 +216,12 @@ class ChatTemplate:
         try:
             return self._rendered(messages, {**variables, "reasoning_effort": effort})
         except InvalidInput:
-            self._rendered(messages, variables)  # where this goes well, it is the word
+            self._rendered(messages, variables)  # if this succeeds, the word is the cause
             why = "the model's chat template does not know this effort"
             raise InvalidInput(why, reason="BAD_EFFORT", field="chat.reasoning_effort") from None
 
     def _check(self, prompt: ChatPrompt) -> None:
-        """Raises InvalidInput for what the template would leave out."""
+        """Raises InvalidInput for content that the template would ignore."""
         if prompt.tools and not self.knows_tools:
             raise InvalidInput(
                 "the model's chat template does not support tools", reason="NO_TOOLS", field="chat.tools"
@@ -277,7 +278,7 @@ class ChatTemplate:
         if message.tool_call_id:
             more["tool_call_id"] = _put_all(texts, message.tool_call_id)
         if message.reasoning and self._reasoning is None:
-            pass  # callers send back what the model thought, and the template lays none out
+            pass  # callers send reasoning back, and this template ignores it
         elif message.reasoning and self._reasoning == "block":
             content.insert(0, {"type": "thinking", "thinking": texts.put(message.reasoning)})
         elif message.reasoning:
@@ -289,7 +290,8 @@ class ChatTemplate:
 
 
 def _last_text(message: dict[str, Any]) -> set[int]:
-    """The texts that an answer goes on behind. A template is to see that there is one, though it be empty."""
+    """The numbers of the texts that an answer continues. A template should see that there is one even if it is
+    empty."""
     content = message["content"]
     found = sources(content if isinstance(content, str) else content[-1]["text"])
     if not content:
@@ -298,15 +300,14 @@ def _last_text(message: dict[str, Any]) -> set[int]:
 
 
 def _by_name(template: Any) -> dict[str, Any]:
-    """A checkpoint's templates: one, or a list of several with names, of which `tool_use` is for conversations with
-    tools."""
+    """A checkpoint's templates: one, or a list of named ones, of which `tool_use` is for conversations with tools."""
     if not isinstance(template, list):
         return {"default": template}
     return {each["name"]: each.get("template") for each in template if isinstance(each, dict) and "name" in each}
 
 
 def _check_final(message: Message, field: str) -> None:
-    """Raises InvalidInput where nothing goes on behind the last message."""
+    """Raises InvalidInput if the last message cannot be continued."""
     ends_with_text = bool(message.parts) and isinstance(message.parts[-1], str)
     if message.role != "assistant" or message.tool_calls or not ends_with_text:
         why = "continue_final_message needs a last message of the assistant that ends with text and has no tool calls"
@@ -314,8 +315,8 @@ def _check_final(message: Message, field: str) -> None:
 
 
 def _numbered(messages: Sequence[Message]) -> list[Message]:
-    """With calls named as Kimi's are, by the function and their turn in the conversation: its template lays out a
-    call's name where others have the function's."""
+    """Names calls as Kimi does, by the function and their number in the conversation: its template prints a call's id
+    where others print the function."""
     names: dict[str, str] = {}
     number = 0
     out: list[Message] = []
@@ -329,8 +330,8 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """With ids of calls as Mistral's are, nine letters and digits, which its templates insist on: a call and its result
-    have the same one, whatever a caller has called them."""
+    """Gives calls ids as Mistral has them, nine letters and digits, which its templates require; a call and its result
+    get the same one."""
     return [
         replace(
             message,

@@ -1,5 +1,5 @@
-"""Tokens into text: as they come, whole characters only, and nothing that could still become a stop text; and single
-tokens, so that whoever is told how likely they were can read them."""
+"""Turns tokens into text as they arrive: whole characters only, and nothing that could still become a stop text. Also
+texts of single tokens, for logprobs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 
 _WINDOW = 8
-"""Tokens that are decoded again with each further one, and as many once more before older ones are left out. Six would
-do: the last three bytes may be a character's beginning, the first three the end of one whose beginning was left out,
-and a token that gives any text has at least one byte."""
+"""Tokens that are decoded again with each further one, and as many more before older ones are dropped. Six would do:
+the last three bytes may begin a character, the first three may end one whose beginning was dropped, and a token with
+any text has at least one byte."""
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """How a tokenizer of pieces spells a byte that is no piece (sentencepiece's `byte_fallback`)."""
 
 
 class _FallbackBytes:
-    """Bytes that tokens of a tokenizer of pieces stand for, until they are a character. Such a tokenizer takes a run of
-    them for text or, where it is cut within a character, all of it for damaged."""
+    """Collects bytes that a SentencePiece-like tokenizer has as tokens, until they are a character. Such a tokenizer
+    decodes a run of byte tokens as a whole: all of it counts as damaged if it is cut inside a character."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
@@ -76,9 +76,9 @@ def _falls_back_to_bytes(tokenizer: Tokenizer) -> bool:
 
 
 class Detokenizer:
-    """The text of one choice. After `stopped` is set, no more text comes; before `min_tokens` tokens it never is, and a
-    stop text that comes whole before them is text like any other. The text ends before the stop text, or, where it
-    `shows_stop`, behind it. It has special tokens by their names unless these are skipped."""
+    """The text of one choice. After `stopped` is set no more text comes. Before `min_tokens` tokens it is never set,
+    and a stop text that is complete by then is ordinary text. The text ends before the stop text, or behind it with
+    `shows_stop`. Special tokens are written by name unless they are skipped."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class Detokenizer:
         self._tokens = 0
         falls_back = _falls_back_to_bytes(tokenizer)
         self._bytes = _FallbackBytes(tokenizer, skip_special=skip_special) if falls_back else None
-        self._window: list[list[int]] = []  # those together that are one character's bytes
+        self._window: list[list[int]] = []  # lists of tokens that share one character's bytes
         self._told = 0  # characters of the window's text that are known already, released or held back
-        self._held = ""  # what could begin a stop text; released already where the text shows that
+        self._held = ""  # may begin a stop text; released already if the text shows that
         self.stopped: str | None = None
 
     def push(self, token: int) -> str:
@@ -119,14 +119,14 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """What is left when a choice ends by itself: text held back, and the rest of an unfinished character (as �)."""
+        """The rest of the text when a choice ends by itself: text held back, and an unfinished character as �."""
         if self.stopped is not None:
             return ""
         rest = self._decode(self._window)[self._told :]
         return self._release(rest if self._bytes is None else rest + self._bytes.give_up(), last=True)
 
     def _certain(self) -> str:
-        """The window's text, but for a � at its end, which may still become a character."""
+        """The window's text, without a � at its end that may still become a character."""
         return self._decode(self._window).removesuffix("�")
 
     def _decode(self, window: Sequence[list[int]]) -> str:
@@ -139,7 +139,7 @@ class Detokenizer:
         released = known if self._shows_stop else 0
         self._held = ""
         ends = self._stop if self._tokens >= self._min_tokens else ()
-        # What ends within the text that was held had its chance: it came whole before `min_tokens`.
+        # A stop text that ends within the held text was complete before `min_tokens`.
         places = ((text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in ends)
         at, found = min((place for place in places if place[0] >= 0), default=(-1, ""))
         if found:
@@ -184,8 +184,8 @@ _BYTES = _byte_signs()
 
 
 class TokenTexts:
-    """Bytes of the tokens of a byte-level tokenizer, or of one of pieces, which spells a space as ▁ and a byte that is
-    no piece as <0x0A>."""
+    """Bytes of the tokens of a byte-level tokenizer, or of a SentencePiece-like one, which writes a space as ▁ and
+    bytes without a piece as <0x0A>."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -194,7 +194,7 @@ class TokenTexts:
         self.bytes_of = lru_cache(_REMEMBERED)(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
-        """What a token adds to a text; a special token's name; nothing for a number that is no token's."""
+        """The bytes that a token adds to a text; a special token's name; nothing for an unknown id."""
         added = self._added.get(token)
         if added is not None and (added.special or self._is_byte_level):
             return added.content.encode()
@@ -205,5 +205,5 @@ class TokenTexts:
         return bytes(_BYTES[sign] for sign in spelled if sign in _BYTES)
 
     def text_of(self, token: int) -> str:
-        """The same as text, with � for what is but a part of a character."""
+        """The same as text, with � for a part of a character."""
         return self.bytes_of(token).decode(errors="replace")
