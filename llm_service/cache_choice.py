@@ -1,4 +1,4 @@
-"""What keys and values are kept in: as it was asked for, or as a checkpoint suggests."""
+"""The element type of the KV cache: as configured, or as a checkpoint suggests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ IN_8_BITS = "int8", "fp8", "fp8_e4m3"
 def choose_cache(
     asked: str, config: Mapping[str, Any], *, dtype: str, device: str, attention: str
 ) -> tuple[CacheDtype, bool]:
-    """For `--kv-cache-dtype` and config.json; and whether that is the checkpoint's suggestion, which is followed on
-    GPUs that have e4m3, where there is a kernel: on CPUs only torch attends to that. Raises CheckpointError where a
-    type is asked for that keys and values are not computed in."""
+    """The type for `--kv-cache-dtype` and config.json, and whether it is the checkpoint's suggestion. A suggestion is
+    followed on GPUs that support e4m3 and have a kernel for it; on CPUs only torch attends to such caches. Raises
+    CheckpointError if the type asked for is not supported."""
     if asked in IN_8_BITS:
         return CacheDtype(asked.removesuffix("_e4m3")), False
     if asked in AS_DTYPE and asked != dtype:

@@ -1,4 +1,4 @@
-"""What an LLM service is made of."""
+"""The parts of an LLM service."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from llm_service.reranker import Reranker
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What the servicer speaks for. `kv_layout` is what other services' KV blocks must be like to be exchanged, empty
-    where none are. `max_context` are the tokens of a context, as long as the engine has not said how many
-    there is memory for."""
+    """What the servicer serves. `kv_layout` must be equal for services to exchange KV blocks, and is empty if they
+    exchange none. `max_context` is the context's length until the engine reports how much memory there is."""
 
     config: LlmConfig
     names: tuple[str, ...]

@@ -19,13 +19,13 @@ from llm_service.generation_config import check_override
 from llm_service.prompt.output_marks import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 _CPU_LIMITS, _GPU_LIMITS, _LARGE_GPU_LIMITS = (64, 512), (256, 4096), (256, 8192)
-"""Sequences at once and tokens of a step, unless the options say otherwise."""
+"""Most sequences at once and most tokens of a step, unless configured."""
 _LARGE_GPU = 60 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """How many hosts share the ranks, which one this is, and the first one's address for the others."""
+    """The hosts that share the ranks: how many, which one this is, and the first one's address."""
 
     nodes: int
     node_rank: int
@@ -34,7 +34,7 @@ class Meeting:
 
     @property
     def address(self) -> str:
-        """host:port, or nothing where there is one host."""
+        """host:port, or empty if there is one host."""
         return f"{self.host}:{self.port}" if self.host else ""
 
 
@@ -388,22 +388,22 @@ class LlmConfig(ServerConfig):
 
     @property
     def chosen_device(self) -> str:
-        """Where the model runs: as it was asked for, or as this machine is."""
+        """The device of the model: as configured, or the best of this machine."""
         return default_device() if self.device == "auto" else self.device
 
     @property
     def method(self) -> str:
-        """Where drafts come from, in vLLM's words."""
+        """The source of drafts, in vLLM's words."""
         return self.speculative_method or ("draft_model" if self.draft_model else "ngram")
 
     @property
     def max_items(self) -> dict[Modality, int]:
-        """How many items of each modality one request may hold, where the model takes them."""
+        """Most items of each modality in one request, for modalities that the model takes."""
         return {Modality.IMAGE: self.max_images, Modality.VIDEO: self.max_videos, Modality.AUDIO: self.max_audios}
 
     def step_limits(self) -> tuple[int, int]:
-        """Sequences at once and tokens of a step, as they were asked for or as the device is; a step has room for a
-        token of each."""
+        """Most sequences at once and most tokens of a step, as configured or by device; a step has room for a token of
+        each."""
         kind, _, index = self.chosen_device.partition(":")
         running, tokens = _CPU_LIMITS
         if kind == "cuda":
@@ -419,7 +419,7 @@ class LlmConfig(ServerConfig):
         return self.max_requests or 2 * self.step_limits()[0] + self.max_waiting + self.max_waiting_media
 
     def validate(self) -> None:
-        """Raises ValueError where options are missing or contradict each other."""
+        """Raises ValueError if options are missing or contradict each other."""
         self.check_server()
         check_override(self.override_generation_config or {})
         if not self.video_pruning_rate < 1:
@@ -490,9 +490,9 @@ class LlmConfig(ServerConfig):
             raise ValueError("--lora-dir and --compile exclude each other: adapters cannot be compiled")
 
     def meeting(self, environ: Mapping[str, str] = os.environ) -> Meeting:
-        """Where and with how many hosts the ranks meet, from the options or the variables that launchers set.
+        """Where and with how many hosts the ranks meet, by the options or the variables that launchers set.
 
-        Raises ValueError where they do not make sense together.
+        Raises ValueError if these are inconsistent.
         """
         launched = environ if "MASTER_ADDR" in environ else {}
         nodes = self.nodes or int(launched.get("WORLD_SIZE", 1))

@@ -1,5 +1,5 @@
-"""What a checkpoint's embeddings are: as sentence-transformers' files beside it say, else as of the models of this kind
-that come without them."""
+"""A checkpoint's embeddings: as stated by the files of sentence-transformers beside it, else as usual for models of
+this kind without such files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from common.errors import Internal, InvalidInput, Unsupported
 from llm_service.request import Pooling
 
 MODULES: Final = "modules.json"
-"""What sentence-transformers computes, one after the other."""
+"""The modules that sentence-transformers computes, in order."""
 
 _MODES: Final = {
     "lasttoken": Pooling.LAST,
@@ -24,19 +24,19 @@ _MODES: Final = {
     "pooling_mode_mean_tokens": Pooling.MEAN,
     "pooling_mode_cls_token": Pooling.CLS,
 }
-"""By what a pooling's config.json calls them: in one word, or, before that, with a field for each."""
+"""By their names in a pooling's config.json: one word, or, in older versions, a field for each."""
 _SMALLEST = 1e-12
 """A vector that is shorter stays so."""
 
 
 class _NotServedError(ValueError):
-    """An embedding is made in a way that is not served; the message says in which."""
+    """The embedding needs something that is not served; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """Embeddings of `dimensions` numbers, of the length 1 where they are `normalized`. `why_not`: there are none, since
-    the checkpoint wants what is not served."""
+    """Embeddings with `dimensions` numbers, of length 1 if `normalized`. `why_not` says why there are none, if the
+    checkpoint needs something that is not served."""
 
     dimensions: int
     pooling: Pooling = Pooling.LAST
@@ -45,8 +45,8 @@ class Embedder:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dimensions: int) -> Embedder:
-        """Those of a checkpoint whose hidden states have so many numbers. Without files that say otherwise they are the
-        last token's, of the length 1."""
+        """The embeddings of a checkpoint whose hidden states have so many numbers. Without files that say otherwise
+        they are the last token's, normalized."""
         try:
             modules = _modules(checkpoint)
             poolings = [path for kind, path in modules if kind == "Pooling"]
@@ -56,8 +56,8 @@ class Embedder:
         return cls(dimensions, pooling, not modules or any(kind == "Normalize" for kind, _ in modules))
 
     def check(self, dimensions: int | None) -> Pooling:
-        """How to pool for an embedding of so many numbers. Raises Unsupported where there are no embeddings,
-        InvalidInput where they have fewer numbers."""
+        """The pooling for an embedding of so many numbers. Raises Unsupported if there are no embeddings, InvalidInput
+        if they have fewer numbers."""
         if self.why_not:
             raise Unsupported(f"embeddings of this model are not served: {self.why_not}", reason="NO_POOLING")
         if dimensions is not None and not 1 <= dimensions <= self.dimensions:
@@ -66,8 +66,8 @@ class Embedder:
         return self.pooling
 
     def vector(self, pooled: bytes, dimensions: int | None = None) -> np.ndarray:
-        """The embedding, float32 [dimensions], of what was pooled, float32 [hidden]: its leading numbers. Raises
-        Internal where it is not finite, as of hidden states that overflow their type."""
+        """The embedding, float32 [dimensions], of pooled hidden states, float32 [hidden]: its leading numbers. Raises
+        Internal if it is not finite, for example if hidden states overflowed their type."""
         leading = np.frombuffer(pooled, np.float32)[:dimensions].astype(np.float64)
         if not np.isfinite(leading).all():
             raise Internal("the embedding is not finite", reason="EMBEDDING_NOT_FINITE")
@@ -77,7 +77,7 @@ class Embedder:
 
 
 def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """(kind, folder) of each module behind the model itself; none where the checkpoint does not say. Raises
+    """(kind, folder) of each module behind the model itself; empty if the checkpoint does not say. Raises
     _NotServedError."""
     try:
         stated = checkpoint.text(MODULES)
@@ -93,7 +93,7 @@ def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def _pooling(config: dict[str, Any]) -> Pooling:
-    """Raises _NotServedError for another way than ours, or several at once."""
+    """The pooling of a config. Raises _NotServedError if it is not one of ours, or there are several."""
     stated = config.get("pooling_mode")
     wanted = [stated] if stated is not None else [name for name in config if name.startswith("pooling_mode_")]
     wanted = [str(name) for name in wanted if stated is not None or config[name]]

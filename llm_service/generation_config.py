@@ -1,4 +1,4 @@
-"""What sampling is like where a request does not say: by the checkpoint's generation_config.json, or the operator."""
+"""Defaults of sampling, from the checkpoint's generation_config.json or from the operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KNOWN = (*(name for name in RANGES if name not in _LENGTHS), "do_sample", _LENG
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """`values` of parameters where requests do not say; how many tokens an answer has at most, whatever they say."""
+    """`values` are the parameters used unless a request states its own; `most_tokens` bounds every answer."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     most_tokens: int | None = None
@@ -75,14 +75,13 @@ def sampling_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(checkpoint: Checkpoint, source: str, override: Mapping[str, Any] | None) -> SamplingDefaults:
-    """Defaults by `source`: `auto` is the checkpoint's file, `none` no file, anything else a folder that has one; an
-    operator's `override` goes before it. What the operator says of answers' lengths, there or by a folder of his own,
-    bounds all of them; what a checkpoint says is for requests that do not say. Raises CheckpointError where there is no
-    such file."""
+    """Defaults by `source`: `auto` is the checkpoint's file, `none` no file, anything else a folder with one;
+    `override` takes precedence. A length stated by the operator, by override or folder, bounds all answers; one stated
+    by the checkpoint is only a default. Raises CheckpointError if the file is missing."""
     stated = _stated(checkpoint, source)
     given = dict(override or {})
     if "temperature" in given:
-        stated.pop("do_sample", None)  # what is meant is this temperature
+        stated.pop("do_sample", None)  # it means this temperature
     values = sampling_defaults({**stated, **given})
     by_operator = source not in _NO_FOLDER or _LENGTH in given
     return SamplingDefaults(values, values.get("max_tokens") if by_operator else None)
@@ -99,7 +98,7 @@ def _stated(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
 
 
 def check_override(override: Mapping[str, Any]) -> None:
-    """Raises ValueError, which names what is wrong, for what would be ignored or is out of range."""
+    """Raises ValueError, which names the value, for values that would be ignored or are out of range."""
     for name, value in override.items():
         if name not in _KNOWN:
             raise ValueError(f"--override-generation-config: {name} is not one of {', '.join(_KNOWN)}")

@@ -1,5 +1,5 @@
-"""Tells indexers outside which KV blocks prompts can find here, as vLLM does: by ZeroMQ, in msgpack, with numbers by
-which a subscriber notices what it has missed, and a socket at which it gets that again."""
+"""Publishes which KV blocks prompts can find here, in vLLM's protocol: msgpack over ZeroMQ, with sequence numbers by
+which subscribers notice gaps, and a socket that replays what they missed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from llm_service.engine.messages import BlockEvent, BlocksCleared, BlocksRemoved
 
 _log = log.get("kv-events")
 _END = (-1).to_bytes(8, "big", signed=True)
-"""The number of what ends a replay."""
+"""The sequence number that ends a replay."""
 _LINGER_MS, _RETRY_MS = 500, 20
 _LONGEST_QUESTION = 1024
-"""Bytes of what may come in: a subscription, or a number."""
+"""Most bytes of an incoming message: a subscription, or a number."""
 _MOST_REPLAYS = 64
-"""Subscribers that are sent at once what they have missed; another one is not answered."""
+"""Most subscribers that get a replay at once; others are not answered."""
 _REPLAY_TURN = 256
-"""Batches of one replay between two looks at what is new."""
+"""Batches of one replay between two looks for new events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What became of blocks at once. `names` are those of the adapters in it, by their numbers."""
+    """Changes of blocks at one time. `names` are the adapters' names by their numbers."""
 
     number: int
     time: float
@@ -62,11 +62,11 @@ def _fields(event: BlockEvent, block_size: int, names: Mapping[int, str]) -> lis
 
 
 class KvEventPublisher:
-    """Publishes batches at `endpoint`, which it binds where its host is any, and else connects to; under a topic.
-    Batches of the last `replay_bytes` are sent again to who asks at `replay_endpoint`, where there is one.
+    """Publishes batches under a topic at `endpoint`, which it binds if its host is a wildcard, else connects to.
+    Batches of the last `replay_bytes` are sent again on request at `replay_endpoint`, if there is one.
 
-    `publish` is the event loop's and never waits: a thread encodes and sends. Of batches more than `most_waiting`
-    behind it some are dropped. `adapter_name` knows adapters by their numbers.
+    The event loop calls `publish`, which never waits: a thread encodes and sends. If more than `most_waiting` batches
+    wait, some are dropped. `adapter_name` names adapters by their numbers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class KvEventPublisher:
         self.published = 0
         """Batches that were handed to ZeroMQ."""
         self.dropped = 0
-        """Batches that were not, since the thread was too far behind."""
+        """Batches dropped because the thread was too far behind."""
 
     def publish(self, events: list[BlockEvent]) -> None:
         """Hands a batch to the thread, or drops it; either way it has a number."""
@@ -110,7 +110,7 @@ class KvEventPublisher:
         os.eventfd_write(self._woken, 1)
 
     def start(self) -> None:
-        """Opens the sockets. Raises OSError where they cannot be had."""
+        """Opens the sockets. Raises OSError if that fails."""
         context = zmq.Context()
         try:
             publisher = self._open(context, zmq.PUB, self._endpoint, "--kv-events")
@@ -127,7 +127,7 @@ class KvEventPublisher:
         _log.info("KV events are published", endpoint=self._endpoint, replay=self._replay_endpoint)
 
     async def stop(self) -> None:
-        """Sends what waits, and closes the sockets."""
+        """Sends waiting batches and closes the sockets."""
         self._stopping = True
         os.eventfd_write(self._woken, 1)
         if self._thread is not None:
@@ -142,7 +142,7 @@ class KvEventPublisher:
         socket.sndhwm = self._most_unsent
         try:
             if kind == zmq.ROUTER:
-                socket.router_mandatory = 1  # what a peer has no room for is kept, and not lost in silence
+                socket.router_mandatory = 1  # raises instead of silently dropping what a peer has no room for
                 socket.bind(endpoint)
             elif binds(endpoint):
                 socket.bind(endpoint)
@@ -168,7 +168,7 @@ class KvEventPublisher:
                 poller.poll(0 if went_on else _RETRY_MS if self._replays else None)
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._woken)
-                if replayer is not None:  # before what waits is sent: who asks is told of all that there was by then
+                if replayer is not None:  # before new batches: a replay covers all that were published by then
                     self._take_questions(replayer)
                 self._send_waiting(publisher)
                 if replayer is not None:
@@ -195,7 +195,7 @@ class KvEventPublisher:
                     self._replays[subscriber] = int.from_bytes(number, "big")
 
     def _replay(self, replayer: zmq.Socket[bytes]) -> bool:
-        """Sends subscribers what they have missed, as far as they have room for it; whether there is more of it."""
+        """Sends subscribers what they missed, as far as they have room. Returns whether more is left."""
         more = False
         for subscriber, first in list(self._replays.items()):
             missed = self._sent.since(first, _REPLAY_TURN)
@@ -211,7 +211,7 @@ class KvEventPublisher:
         return more
 
     def _answer(self, replayer: zmq.Socket[bytes], subscriber: bytes, number: bytes, payload: bytes) -> bool:
-        """False where it has no room, or is gone, and is then sent no more."""
+        """Sends one message; False if the subscriber has no room or is gone, after which it gets nothing more."""
         try:
             replayer.send_multipart((subscriber, b"", number, payload), zmq.NOBLOCK)
         except zmq.Again:
@@ -243,7 +243,7 @@ class _Sent:
             self._held -= len(gone)
 
     def since(self, first: int, count: int) -> list[tuple[int, bytes]]:
-        """Up to `count` of those from number `first` on, in order; dropped ones have none."""
+        """Up to `count` batches from number `first` on, in order; dropped ones are missing."""
         if not self._payloads:
             return []
         found: list[tuple[int, bytes]] = []

@@ -1,6 +1,6 @@
-"""What the LLM service tells Prometheus. Names begin with `twinlens_llm_`; docs/operations/monitoring.md explains them.
+"""The LLM service's Prometheus metrics. Names begin with `twinlens_llm_`; docs/operations/monitoring.md explains them.
 
-They are the names that engines of this field use, where they have one for the thing.
+Names follow those of other engines where these have the same metric.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Meters:
         self._errors = metrics.counter("errors", "calls that got an error, by its reason", ["reason"])
 
     def describe(self, **labels: str) -> None:
-        """Has every scrape say what this service is, for other series to be joined with."""
+        """Adds a metric that describes the service, for joins with other series."""
         about = "what this service is, by its labels; always 1"
         self._metrics.read(lambda: [gauge("info", about, {tuple(labels.values()): 1.0}, tuple(labels))])
 
@@ -61,7 +61,7 @@ class Meters:
         self._errors.labels(reason).inc()
 
     def watch_requests(self, inflight_bytes: Callable[[], int]) -> None:
-        """Has every scrape read what requests hold."""
+        """Reads, at every scrape, the bytes that requests hold."""
         about = "bytes of requests that are here or coming"
         self._metrics.read(lambda: [gauge("inflight_bytes", about, inflight_bytes())])
 
@@ -79,7 +79,7 @@ class Meters:
         self._metrics.read(lambda: _media(encoder_cache, receiver, pool))
 
     def watch_adapters(self, adapters: Adapters, engine: EngineClient) -> None:
-        """Has every scrape read what is under way with each adapter."""
+        """Reads, at every scrape, the requests of each adapter."""
 
         def read() -> Iterator[Metric]:
             each: dict[tuple[str, ...], float] = {(adapter.name,): adapter.in_flight for adapter in adapters.all}
@@ -89,7 +89,7 @@ class Meters:
         self._metrics.read(read)
 
     def watch_kv_events(self, counts: Callable[[], tuple[int, int]] | None) -> None:
-        """Has every scrape read how many batches were published and dropped, where any are."""
+        """Reads, at every scrape, the numbers of batches published and dropped, if events are published."""
 
         def read() -> Iterator[Metric]:
             published, dropped = counts() if counts is not None else (0, 0)
@@ -99,7 +99,7 @@ class Meters:
         self._metrics.read(read)
 
     def watch_prefills(self, prefills: PrefillServices | None) -> None:
-        """Has every scrape read what other services were asked for, where there are any."""
+        """Reads, at every scrape, the counters of other services that compute prompts, if there are any."""
 
         def read() -> Iterator[Metric]:
             counters = PrefillCounters() if prefills is None else prefills.counters
@@ -122,8 +122,8 @@ class RequestMeter:
         self._meters.prompt_tokens.observe(tokens)
 
     def tokens(self, choice: int, came: Sequence[float]) -> None:
-        """A choice has new tokens, which its caller gets now, and which steps had at these times, however late he is.
-        Those of one step, accepted drafts among them, share the time since the one before."""
+        """A choice has new tokens, which its caller gets now; `came` are the times at which steps had them. Tokens of
+        one step, such as accepted drafts, share the time since the step before."""
         if not self._last:
             self._meters.first_token.observe(time.perf_counter() - self._begun)
         for at, step in groupby(came):
@@ -149,7 +149,7 @@ class RequestMeter:
 
 
 def _adapter_lists(adapters: Adapters, engine: EngineClient) -> Metric:
-    """Names by what the engine does with them, as an endpoint picker reads them: in labels, with commas between."""
+    """Adapter names by state, in the form that endpoint pickers read: labels with commas between names."""
     state, named = engine.latest, {adapter.number: adapter.name for adapter in adapters.all if "," not in adapter.name}
     running, waiting = (
         ",".join(sorted(named[number] for number in numbers if number in named))
@@ -161,7 +161,7 @@ def _adapter_lists(adapters: Adapters, engine: EngineClient) -> Metric:
 
 
 def _engine(engine: EngineClient) -> Iterator[Metric]:
-    """As of the engine's last beat, a second ago at most; its totals begin anew when it is restarted."""
+    """As of the engine's last beat, at most a second ago; its totals restart with it."""
     state, counters = engine.latest, engine.latest.counters
     share = state.kv_blocks_used / state.kv_blocks_total if state.kv_blocks_total else 0.0
     yield gauge("engine_up", "1 while the engine serves", float(engine.ready is not None))

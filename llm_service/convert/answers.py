@@ -1,4 +1,4 @@
-"""What a generation tells, as the contract's messages."""
+"""Converts events of a generation into the contract's messages."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def finished(event: Ended, begun: Begun) -> llm_pb2.GenerateResponse:
 
 
 def tokenized(ids: Sequence[int], texts: TokenTexts | None) -> llm_pb2.TokenizeResponse:
-    """Token ids, with their `texts` where these are given. Takes half a second for a megabyte of text."""
+    """Token ids, and their `texts` if given. Takes half a second for a megabyte of text."""
     return llm_pb2.TokenizeResponse(ids=ids, texts=map(texts.text_of, ids) if texts else ())
 
 
@@ -104,7 +104,7 @@ def embedded(request: Request, begun: Begun, event: Embedded, vector: Sequence[f
 
 
 def _logprobs(tokens: Sequence[int], given: Sequence[TokenLogprobs], texts: TokenTexts) -> list[llm_pb2.TokenLogprobs]:
-    """One for each token, or none at all where nothing is given."""
+    """One entry for each token, or none if no logprobs are given."""
     return [
         llm_pb2.TokenLogprobs(
             logprob=each.chosen,

@@ -1,4 +1,4 @@
-"""Between the contract's messages and the nouns; the first place where a request is checked."""
+"""Converts the contract's messages into nouns; the first place where a request is checked."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from llm_service.transcriber import Transcriber
 from twinlens.v1 import llm_pb2, media_pb2
 
 VISION = frozenset((Modality.IMAGE, Modality.VIDEO))
-"""What most models take."""
+"""The modalities that most models take."""
 _EFFORTS = ("", "none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NOTHING_SAID = SamplingParams(max_tokens=1, temperature=0.0)
-"""Of an embedding, which stands in the place of one token, and of a prompt for another service."""
+"""For embeddings, which count as one token, and for prompts of other services."""
 
 
 class RequestReader:
-    """Reads GenerateRequest and EmbedRequest messages under one service's limits, for the model of these `names`;
-    `defaults` are those of `generation_config`, and `modalities` what the model takes; `adapter` gives the one of a
-    name, None for no such, and `own_adapter` the checkpoint's own that prompts with items of these modalities are
-    computed with, if any; `transcriber` asks it for the words of a sound, and `embedder` says what its embeddings
-    are."""
+    """Reads GenerateRequest and EmbedRequest messages under one service's limits, for the model with these `names`.
+    `defaults` are those of `generation_config`, and `modalities` those that the model takes. `adapter` finds an adapter
+    by name, None if there is none; `own_adapter` is the checkpoint's own adapter for prompts with items of these
+    modalities, if any. `transcriber` asks the model for the words of a sound, and `embedder` describes its
+    embeddings."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class RequestReader:
         self._embedder = embedder or Embedder(0, why_not="nothing is known of them")
 
     def read(self, message: llm_pb2.GenerateRequest, remaining: float | None, context: int, peer: str = "") -> Request:
-        """The request; `remaining` seconds until its deadline, `context` tokens at most, by the connection from `peer`.
-        Raises the error that says what is wrong and where."""
+        """The request; `remaining` is the time to its deadline in seconds, `context` the most tokens, and `peer` its
+        connection. Raises an error that names the field at fault."""
         named = self._named(message.model)
         prompt, media = self._input(message, context)
         transcribes = message.WhichOneof("input") == "transcription"
@@ -101,8 +101,8 @@ class RequestReader:
     def read_embed(
         self, message: llm_pb2.EmbedRequest, remaining: float | None, context: int, peer: str = ""
     ) -> Request:
-        """The same for an embedding, whose prompt may be as long as the context. Raises as well where there are none,
-        or none of so many dimensions."""
+        """The same for an embedding, whose prompt may fill the context. Also raises if the model has no embeddings, or
+        none of so many dimensions."""
         named = self._named(message.model)
         pooling = self._embedder.check(message.dimensions if message.HasField("dimensions") else None)
         prompt, media = self._input(message, context, answered=False)
@@ -116,7 +116,7 @@ class RequestReader:
     def read_prefill(
         self, message: llm_pb2.PrefillRequest, remaining: float | None, context: int, peer: str = ""
     ) -> Request:
-        """The same for a prompt that another service has cut, of which one token is generated, and dropped."""
+        """The same for a prompt that another service has cut into pieces; one token is generated and dropped."""
         if message.first_block < 0:
             raise InvalidInput("first_block is below 0", reason="OUT_OF_RANGE", field="first_block")
         media = self._media_list(message.media, "media")
@@ -137,7 +137,7 @@ class RequestReader:
         remaining: float | None,
         peer: str,
     ) -> Request:
-        """What every call has to say of its request; `named` is the adapter that it asks for."""
+        """The part that all calls have in common; `named` is the adapter that the call asks for."""
         return Request(
             id=message.request_id,
             prompt=prompt,
@@ -274,8 +274,8 @@ class RequestReader:
         return MediaItem(media.modality, media.source, self._options(media), media.mime_type, field, index)
 
     def _options(self, media: Media) -> Options:
-        """With this service's pruning of videos, where a video is to be encoded, and nothing is said of that, nor
-        of its sound, with which none are pruned."""
+        """Options of an item. This service's pruning applies to videos to be encoded whose caller states neither
+        pruning nor sound, since videos with sound are not pruned."""
         given, rate = media.options, self._config.video_pruning_rate
         is_made = media.modality is Modality.VIDEO and not isinstance(media.source, Key | Embedding)
         said = given.video_pruning_rate is not None or given.kept_rows is not None or given.with_sound
@@ -307,7 +307,7 @@ class RequestReader:
 
 
 def _truncation(message: llm_pb2.GenerateRequest | llm_pb2.EmbedRequest, most: int) -> Truncation | None:
-    """How a prompt is cut, where the context leaves room for so many tokens at `most`."""
+    """How the prompt is truncated, if the context leaves room for at most `most` tokens."""
     if not message.HasField("truncate_prompt_tokens"):
         return None
     if (tokens := message.truncate_prompt_tokens) < 1 and tokens != -1:
@@ -335,7 +335,7 @@ def _resumed(
 
 
 def _effort(given: str, *, thinking: bool | None) -> str:
-    """How much a model is to think; a template gets no word of the caller's own."""
+    """The reasoning effort; a template never gets a caller's own word."""
     if given not in _EFFORTS or (given == "none" and thinking):
         why = f"the effort must be one of {', '.join(_EFFORTS[1:])}, and none is not to think"
         raise InvalidInput(why, reason="BAD_EFFORT", field="chat.reasoning_effort")

@@ -1,4 +1,4 @@
-"""How tokens are chosen, and what an answer may be: `SamplingParams` of the contract."""
+"""Reads the contract's `SamplingParams`: how tokens are chosen, and the form of an answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class SamplingReader:
         self._defaults = defaults
 
     def read(self, message: llm_pb2.SamplingParams, context: int) -> SamplingParams:
-        """Every value, the defaults filled in; `context` tokens at most. Raises InvalidInput, which names the value."""
+        """All parameters, with defaults filled in; at most `context` tokens. Raises InvalidInput, which names the
+        field."""
         values: dict[str, Any] = dict(self._defaults.values)
         for name in (*RANGES, "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs"):
             if message.HasField(name):

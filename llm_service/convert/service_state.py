@@ -1,4 +1,4 @@
-"""What the service says of itself, as the contract's messages: what it is, and its load."""
+"""What the service reports of itself, as the contract's messages: its description and its load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOLD = (
     *("queued_items", "running_items", "vit_calls", "store_hits", "store_misses"),
     *("store_bytes", "store_capacity_bytes"),
 )
-"""What an encoder says of its load that is passed on."""
+"""The numbers of an encoder's load that are passed on."""
 _POOLINGS = {
     Pooling.LAST: llm_pb2.POOLING_LAST,
     Pooling.MEAN: llm_pb2.POOLING_MEAN,
@@ -48,7 +48,7 @@ _TOOL_FORMATS = {
 
 
 def info(components: Components, instance: int) -> llm_pb2.LlmServiceGetInfoResponse:
-    """What it is; `instance` tells its process from others."""
+    """The service's description; `instance` identifies its process."""
     ready = components.engine.ready
     return llm_pb2.LlmServiceGetInfoResponse(
         version=__version__,
@@ -72,7 +72,7 @@ def info(components: Components, instance: int) -> llm_pb2.LlmServiceGetInfoResp
 
 
 def load(components: Components, state: State) -> llm_pb2.LlmServiceGetLoadResponse:
-    """Its queues and counters; `state` is what the engine says of its own."""
+    """Its queues and counters; `state` is the engine's report."""
     outcomes = components.generator.outcomes
     return llm_pb2.LlmServiceGetLoadResponse(
         waiting=state.waiting,
@@ -158,7 +158,7 @@ def _weights(weights: Weights) -> llm_pb2.Weights:
 
 
 def _exchanged(components: Components) -> dict[str, int]:
-    """What GetLoad says of prompts that one service computes for another."""
+    """The counters of GetLoad about prompts that one service computes for another."""
     blocks, prefills = components.engine.blocks, components.generator.prefills
     found: dict[str, int] = {}
     if blocks is not None:

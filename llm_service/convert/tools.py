@@ -15,14 +15,14 @@ from twinlens.v1 import llm_pb2
 
 
 def read_tool(message: llm_pb2.ToolDefinition, max_depth: int, field: str) -> ToolDefinition:
-    """A function; what it says nests no deeper than `max_depth`. Raises InvalidInput."""
+    """A function, nested no deeper than `max_depth`. Raises InvalidInput."""
     _check_name(message.name, field)
     parameters = _parsed(message.parameters, max_depth, f"{field}.parameters") if message.parameters else None
     return ToolDefinition(message.name, message.description, parameters, message.strict)
 
 
 def read_tool_call(message: llm_pb2.ToolCall, max_depth: int, field: str) -> ToolCall:
-    """A call, likewise."""
+    """A call, nested no deeper than `max_depth`. Raises InvalidInput."""
     _check_name(message.name, field)
     return ToolCall(message.id, message.name, _parsed(message.arguments or "{}", max_depth, f"{field}.arguments"))
 
@@ -40,7 +40,7 @@ def _parsed(text: str, max_depth: int, field: str) -> dict[str, Any]:
 
 
 def parsed_json(text: str, max_depth: int) -> dict[str, Any] | None:
-    """A JSON object that nests no deeper; None where it is none, or does."""
+    """A JSON object nested no deeper than `max_depth`; None if it is anything else."""
     try:
         value = msgspec.json.decode(text)  # unlike the library's, it takes no NaN and no half of a pair of surrogates
     except (msgspec.DecodeError, RecursionError):

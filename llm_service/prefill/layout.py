@@ -1,4 +1,4 @@
-"""What two services must have in common so that KV blocks of one mean the same in the other."""
+"""What two services must have in common to exchange KV blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _SCHEMA = b"twinlens kv blocks/1"
 
 
 def kv_layout(settings: EngineSettings, checkpoint: Checkpoint) -> bytes:
-    """A hash of the model, its weights as of `tensors_digest`, and of whatever else decides what bytes a block has."""
+    """A hash of the model, its weights by `tensors_digest`, and everything else that determines the bytes of a
+    block."""
     digest = hashlib.sha256(framed(_SCHEMA, canonical(checkpoint.config), tensors_digest(checkpoint)))
     if settings.draft_model:
         digest.update(framed(tensors_digest(Checkpoint(Path(settings.draft_model)))))

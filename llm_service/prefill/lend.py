@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from llm_service.engine_client.block_places import BlockPlaces
 
 PART_BYTES = 1 << 20
-"""Of a block, what one message holds: less than gRPC's window, so that the next part is read while one is sent."""
+"""Bytes of a block in one message: less than gRPC's window, so that the next part is read while one is sent."""
 _WINDOW_BYTES = 64 << 20
-"""What is kept on the host at a time to be read."""
+"""Most bytes kept in host memory at a time for reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """`data` stands `offset` bytes behind the beginning of a block."""
+    """`data` begins `offset` bytes after the start of a block."""
 
     identity: bytes
     offset: int
@@ -23,8 +23,8 @@ class BlockPart:
 
 
 class Lending:
-    """The blocks of one prompt, from number `first` on, in the order of their `identities`; what is not cached any
-    more, or finds no room on the host, is asked for once more with those behind it."""
+    """The blocks of one prompt, from number `first` on, in the order of their `identities`. Blocks that are no longer
+    cached, or find no room on the host, are requested once more, with those after them."""
 
     def __init__(self, blocks: BlockPlaces, first: int) -> None:
         self.identities: Sequence[bytes] = ()
@@ -32,7 +32,7 @@ class Lending:
         self._next = first
 
     async def up_to(self, end: int) -> AsyncGenerator[BlockPart]:
-        """Those before number `end` that were not lent yet, in parts. Raises Unavailable where the engine ends
+        """The blocks before number `end` that were not lent yet, in parts. Raises Unavailable if the engine ends
         meanwhile."""
         while self._next < min(end, len(self.identities)) and (size := self._blocks.block_bytes):
             window = self.identities[self._next : min(end, self._next + max(1, _WINDOW_BYTES // size))]

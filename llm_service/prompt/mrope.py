@@ -1,6 +1,6 @@
-"""Where each prompt token is in time, height and width (multimodal rotary positions). It lies with the prompt, and not
-with the layers whose rotary tables are made of it: the front works positions out once, as soon as the prompt is laid
-out, and the engine is handed numbers."""
+"""Positions of prompt tokens in time, height and width (multimodal rotary positions). They belong to the prompt and not
+to the layers that turn them into rotary tables: the front computes them once, when the prompt is laid out, and gives
+them to the engine as numbers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from llm_service.request import Run, Span
 
 @dataclass(frozen=True, slots=True)
 class MediaLayout:
-    """How a model lays media out in a prompt: `merge` patches on a side of one row; `modalities`,
-    `layout_from_encoder` and `pinned` as its family has them; `tokens_per_second` of those whose time runs in
+    """How a model lays media out in a prompt: a row covers `merge` × `merge` patches; `modalities`,
+    `layout_from_encoder` and `pinned` as in its family; `tokens_per_second` for modalities whose time counts
     seconds."""
 
     merge: int
@@ -32,7 +32,7 @@ class MediaLayout:
 
     @classmethod
     def of(cls, config: dict[str, Any], family: Family | None = None) -> MediaLayout:
-        """Reads config.json, of the family that it names unless one is given; raises CheckpointError where that is not
+        """Reads config.json, for its own family unless one is given. Raises CheckpointError if that family is not
         served."""
         family = family or family_of(config)
         encoder = config.get(family.encoder.section, {})
@@ -81,9 +81,9 @@ def positions(ids: Sequence[int], spans: Sequence[Span], layout: MediaLayout) ->
 
 
 def _told_positions(ids: Sequence[int], spans: Sequence[Span], pinned: Collection[int]) -> tuple[np.ndarray, int]:
-    """The same where encoders say it; text, and rows of which nothing is said, count on. Tokens that are `pinned` to an
-    item right before them stay at the time of its last token. Raises DataLoss where an encoder places more tokens of a
-    text than there are, or where no prompt has any."""
+    """The same, if encoders state positions; text, and rows without stated positions, count on. Tokens `pinned` to the
+    item right before them stay at the time of its last token. Raises DataLoss if an encoder gives positions to more
+    tokens of a text than there are, or the model's prompts have none."""
     length = len(ids)
     out = np.tile(np.arange(length, dtype=np.int64), (3, 1))
     at, moved = 0, 0  # how far a token is from its index
@@ -114,7 +114,7 @@ def _told_positions(ids: Sequence[int], spans: Sequence[Span], pinned: Collectio
 
 
 def _runs(span: Span) -> Iterator[tuple[Run, Header, slice | np.ndarray]]:
-    """Each run, and which of its grid's rows it has, [grid_rows] of bool; all of them where none is pruned."""
+    """Each run, and which rows of its grid it has, bool [grid_rows]; all rows unless some are pruned."""
     header, at = span.header, 0
     kept = kept_rows.unpack(header.kept_rows, header.grid_rows) if header.grid_rows else None
     for run in span.runs:
@@ -123,11 +123,11 @@ def _runs(span: Span) -> Iterator[tuple[Run, Header, slice | np.ndarray]]:
 
 
 def _grid_positions(rows: int, header: Header, layout: MediaLayout) -> np.ndarray:
-    """int32 [3, rows] of whole frame groups, relative to where their run begins."""
+    """int32 [3, rows] of whole frame groups, relative to the position where their run begins."""
     height, width = header.grid.h // layout.merge, header.grid.w // layout.merge
     time = np.arange(rows // (height * width), dtype=np.int32)
     if layout.modalities[header.modality].timed_frames:
-        # transformers multiplies in float32 and cuts off, which decides the last bit of some positions.
+        # transformers multiplies in float32 and truncates, which decides the last bit of some positions.
         interval = np.float32(layout.tokens_per_second) * np.float32(header.seconds_per_grid)
         time = (time.astype(np.float32) * interval).astype(np.int32)
     grid = np.meshgrid(time, np.arange(height), np.arange(width), indexing="ij")

@@ -1,4 +1,4 @@
-"""What a model writes around its calls and its reasoning, as its chat template shows it."""
+"""The marks that a model writes around its calls and its reasoning, as shown by its chat template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 
 class ToolFormat(Enum):
-    """How a model writes calls; the contract's TOOL_FORMAT_* say what each looks like."""
+    """How a model writes calls; see the contract's TOOL_FORMAT_*."""
 
     JSON = "JSON"
     XML = "XML"
@@ -30,7 +30,7 @@ class ToolFormat(Enum):
 
 
 _CALLS: Final = {
-    "<tool_sep": None,  # Hunyuan's, beside marks that others have as well
+    "<tool_sep": None,  # Hunyuan's; its other marks are not unique
     "<|tool_calls_section_begin|>": ToolFormat.KIMI,
     "]<]minimax[>[": ToolFormat.MINIMAX,
     "[TOOL_CALLS]": ToolFormat.MISTRAL,
@@ -42,7 +42,7 @@ _CALLS: Final = {
     "<|action_start|><|plugin|>": ToolFormat.INTERNLM,
     "<|tool_call>": ToolFormat.GEMMA,
     "<|tool_call_start|>": ToolFormat.LFM,
-    "<|tool_list_start|>": ToolFormat.LFM,  # those that lay out no calls themselves
+    "<|tool_list_start|>": ToolFormat.LFM,  # templates that do not print calls themselves
     "List of tools: [": ToolFormat.LFM,
     "<|header_start|>": ToolFormat.LLAMA,
     "<arg_key>": ToolFormat.GLM,
@@ -59,11 +59,11 @@ AROUND_CALL: Final = {
     ToolFormat.GEMMA: ("<|tool_call>", "<tool_call|>"),
     ToolFormat.LFM: ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
-"""The marks before a call and behind it, of formats in which callers look for JSON there as well."""
+"""The marks before and behind a call, for formats in which clients look for JSON as well."""
 
 THINK: Final = ("<think>", "</think>")
 UNREAD: Final = ("", "")
-"""In the place of marks where reasoning is not told from other words."""
+"""In place of marks: reasoning is not told apart from other text."""
 _REASONING: Final = {
     "[THINK]": ("[THINK]", "[/THINK]"),
     "<|channel>": ("<|channel>thought", "<channel|>"),
@@ -71,7 +71,7 @@ _REASONING: Final = {
     "<|inner_prefix|>": ("<|inner_prefix|>", "<|inner_suffix|>"),
     THINK[0]: THINK,
 }
-"""By a mark that a template has, what is written before reasoning and behind it; the first that it has counts."""
+"""By a mark in the template: what is written before and behind reasoning. The first mark found counts."""
 
 SHOWN: Final = frozenset(
     (
@@ -87,8 +87,8 @@ SHOWN: Final = frozenset(
         *("<tool_calls>", "</tool_calls>", "<|action_start|>", "<|plugin|>", "<|action_end|>"),
     )
 )
-"""Marks of reasoning and of calls, which are in a text though a tokenizer may have them as special tokens, which texts
-leave out: callers take texts apart by them."""
+"""Marks of reasoning and calls that are kept in decoded texts although a tokenizer may have them as special tokens:
+clients parse texts by them."""
 
 
 TOOL_CALL_PARSERS: Final[Mapping[str, ToolFormat]] = {
@@ -115,7 +115,7 @@ TOOL_CALL_PARSERS: Final[Mapping[str, ToolFormat]] = {
     "internlm": ToolFormat.INTERNLM,
     "none": ToolFormat.NONE,
 }
-"""Formats by names that operators say, which are vLLM's where it has them."""
+"""Tool formats by the names that operators give, which are vLLM's where vLLM has the format."""
 REASONING_PARSERS: Final[Mapping[str, tuple[str, str]]] = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
@@ -125,20 +125,20 @@ REASONING_PARSERS: Final[Mapping[str, tuple[str, str]]] = {
     "apertus": _REASONING["<|inner_prefix|>"],
     "none": UNREAD,
 }
-"""Marks of reasoning, likewise."""
+"""Reasoning marks by the names that operators give."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputMarks:
-    """What a model writes around its calls, None where it knows none, or another way, and around its reasoning, None
-    where its template shows none."""
+    """The marks around a model's calls, None if it has none or another format, and around its reasoning, None if its
+    template shows none."""
 
     tools: ToolFormat | None = None
     reasoning: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, template: str) -> OutputMarks:
-        """Those of a model with this chat template."""
+        """The marks of a model with this chat template."""
         return cls(
             next((form for mark, form in _CALLS.items() if mark in template), None),
             next((marks for mark, marks in _REASONING.items() if mark in template), None),
@@ -146,9 +146,9 @@ class OutputMarks:
 
     @classmethod
     def named(cls, tools: str, reasoning: str) -> OutputMarks:
-        """Those of parsers that an operator has named; nothing of what is not among them, as `auto`."""
+        """The marks of the parsers that an operator has named; empty for other names, such as `auto`."""
         return cls(TOOL_CALL_PARSERS.get(tools), REASONING_PARSERS.get(reasoning))
 
     def or_else(self, other: OutputMarks) -> OutputMarks:
-        """These, and the other's where there are none."""
+        """These marks, completed by the other's."""
         return OutputMarks(self.tools or other.tools, self.reasoning or other.reasoning)

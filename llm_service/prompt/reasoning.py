@@ -18,12 +18,11 @@ _MARKS: Final = {
     ToolFormat.GEMMA: "<|tool_call>",
     ToolFormat.APERTUS: "<|tools_prefix|>",
 }
-"""Marks of calls that end reasoning whatever follows."""
+"""Marks of calls that always end reasoning."""
 
 
 class CallSign:
-    """The start of a call that ends reasoning, where the model has written no end mark before: its `mark`, or that of a
-    function that is offered."""
+    """The start of a call that ends reasoning without an end mark: its `mark`, or that of an offered function."""
 
     def __init__(self, mark: str, behind: str = "") -> None:
         self.mark = mark.encode()
@@ -31,7 +30,7 @@ class CallSign:
 
     @classmethod
     def of(cls, form: ToolFormat | None, names: Sequence[str]) -> CallSign | None:
-        """That of models with this form, which are offered these functions; None where no call ends reasoning."""
+        """The sign for models with this format that are offered these functions; None if no call ends reasoning."""
         if not names or form is None:
             return None
         if form in _MARKS:
@@ -45,11 +44,11 @@ class CallSign:
 
 
 class ReasoningCounter:
-    """Counts for one choice: `tokens` are those of its reasoning, marks and the token that ends it included. Its answer
-    begins inside of its reasoning where its prompt ends there (`thinking`); otherwise there is some where the model
-    opens it before anything else. A `call` ends it as well, and is not counted.
+    """Counts the reasoning of one choice: `tokens` includes its marks and the token that ends it. The answer begins
+    inside reasoning if the prompt ends there (`thinking`); otherwise there is reasoning if the model opens it before
+    anything else. A `call` ends it as well, and is not counted.
 
-    The `marks` around it may each be one token or several; what counts is the text.
+    `marks` may each be one token or several; the text decides.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class ReasoningCounter:
         self._texts = texts
         self._call = call
         self._recent: deque[int] = deque()  # bytes of the last tokens
-        self._tail = b""  # what these tokens say
+        self._tail = b""  # the text of these tokens
         self._said = b""
         self._begin, self._end = marks
         self._opened = thinking
@@ -96,5 +95,5 @@ class ReasoningCounter:
         if said.startswith(self._begin):
             self._opened, self._said = True, said[len(self._begin) :].encode()
         else:
-            self._said = said.encode()  # without the white space before it: there may be any amount of that
+            self._said = said.encode()  # without leading white space, which may be of any length
             self._over = not self._begin.startswith(said)

@@ -1,4 +1,4 @@
-"""Where a text has names of special tokens."""
+"""Finds the names of special tokens in texts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SPACE = re.compile(r"\s*")
 
 
 class SpecialTokens:
-    """Cuts texts at the special tokens of a tokenizer: `entries` are those of its `added_tokens`. Of several names that
-    begin at a place the longest counts. A caller may lay out a megabyte, and while it is read no other thread runs: so
-    it is read once, however many tokens there are, and however much space."""
+    """Cuts texts at the special tokens of a tokenizer, given its `added_tokens` as `entries`. The longest name at a
+    position counts. A text may have a megabyte, and no other thread runs while it is read; so it is read once, however
+    many tokens or spaces it has."""
 
     def __init__(self, entries: Sequence[dict[str, Any]]) -> None:
         self._ids = {each["content"]: int(each["id"]) for each in entries}
@@ -22,7 +22,7 @@ class SpecialTokens:
         self._names = re.compile(_any_of(self._ids) if self._ids else r"(?!)")
 
     def split(self, text: str) -> Iterator[str | int]:
-        """The text in pieces: ids, and what is between them without the space that some tokens take with them."""
+        """The text in pieces: ids, and the text between them, without the space that some tokens absorb."""
         at = 0
         while (found := self._names.search(text, at)) is not None:
             name, before = found[0], text[at : found.start()]

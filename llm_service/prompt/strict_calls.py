@@ -1,6 +1,6 @@
-"""What holds a call that the model makes by itself to its function's parameters: the grammar of what stands behind the
-mark of a call, or of a whole answer. It is JSON, also where the model was taught to write another form there: in XML
-texts have no quotes that would tell them from numbers, and a schema no place."""
+"""Holds the model's calls to the schema of their function: the grammar of what follows the mark of a call, or of a
+whole answer. It is JSON even if the model was taught another form: in XML, text has no quotes that would tell it from
+numbers, and there is no place for a schema."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _GRANITE = "<|tool_call|>"
 def strict_calls(
     tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Mapping[str, int], *, refuses: bool = True
 ) -> tuple[Structure, Trigger] | None:
-    """The grammar of calls, where one of the functions is strict: calls of the others have any object as arguments.
-    `tokens` are those that stand for a word of their own. Raises InvalidInput where calls do not stand behind such a
-    mark, or have a form that no grammar here holds to a schema; where it does not refuse that, calls are free."""
+    """The grammar of calls, if one of the functions is strict; calls of the others take any object as arguments.
+    `tokens` are the special tokens by their text. Raises InvalidInput if calls do not follow such a mark, or have a
+    form that no grammar here can hold to a schema; if it does not refuse these, calls are free."""
     place = next((number for number, tool in enumerate(tools) if tool.strict), None)
     if place is None:
         return None
@@ -46,8 +46,8 @@ def strict_calls(
 def calls_or_form(
     form: Structure, tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Mapping[str, int]
 ) -> Structure:
-    """The grammar of an answer that has a form, or is calls. Raises InvalidInput where calls have a form that no
-    grammar here describes, or the answer's form is no JSON Schema."""
+    """The grammar of an answer that has a form, or is calls. Raises InvalidInput if no grammar here describes the
+    model's form of calls, or the answer's form is not a JSON Schema."""
     if form.kind != "json_schema":
         why = "calls can only replace an answer that has a JSON Schema"
         raise InvalidInput(why, reason="BAD_STRUCTURE", field=f"sampling.{form.kind}")
@@ -75,7 +75,7 @@ def calls_or_form(
 
 
 def _grammar(tools: Sequence[ToolDefinition], template: ChatTemplate, tokens: Mapping[str, int]) -> tuple[str, str]:
-    """The mark that it stands behind, and the grammar. Raises KeyError where there is none, or a mark is no token."""
+    """The mark that precedes it, and the grammar. Raises KeyError if there is none, or a mark is not a token."""
     match template.tool_format:
         case ToolFormat.KIMI:
             begin, arguments, end = _KIMI
@@ -102,7 +102,7 @@ def _one_call(tools: Sequence[ToolDefinition]) -> tuple[dict[str, object], dict[
 
 
 def _by_name(tools: Sequence[ToolDefinition], head: str, end: str) -> str:
-    """One of the functions: what stands before its arguments, these, and what stands behind them."""
+    """One of the functions: the text before its arguments, the arguments, and the text behind them."""
     lines = ["start: " + " | ".join(f"call{number}" for number in range(len(tools)))]
     for number, tool in enumerate(tools):
         schema = of_arguments(tool.parameters if tool.strict else None)

@@ -1,5 +1,5 @@
-"""Structural tags, as xgrammar and vLLM have them: forms of parts of an answer, between texts that begin and end them.
-A text that is a token of its own, such as the mark of a call, is that token."""
+"""Structural tags as in xgrammar and vLLM: forms of parts of an answer, between texts that begin and end them. A text
+that is a single special token, such as the mark of a call, becomes that token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEEPEST: Final = 16
 """Formats within each other."""
 _TEXT: Final = r"TEXT: /(.|\n)*/"
 _BETWEEN_SLASHES: Final = re.compile(r"\\.|/|\n", re.DOTALL)
-"""What a regex has in another way where slashes are around it, and what is escaped in it already."""
+"""Characters of a regex that must be escaped between slashes, and escapes that it has already."""
 _FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "const_string": frozenset({"value"}),
     "json_schema": frozenset({"json_schema"}),
@@ -31,12 +31,12 @@ _FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "triggered_tags": frozenset({"triggers", "tags", "at_least_one", "stop_after_first"}),
     "tags_with_separator": frozenset({"tags", "separator", "at_least_one", "stop_after_first"}),
 }
-"""What each format may say, by its type."""
+"""The fields that each type of format may have."""
 
 
 def as_grammar(text: str, pieces: Pieces) -> Structure:
-    """The grammar of a structural tag; `pieces` cuts a text at what is a token of its own. Raises InvalidInput for one
-    that cannot be read, or of a kind that is not served."""
+    """The grammar of a structural tag; `pieces` cuts a text at special tokens. Raises InvalidInput if it cannot be
+    read, or its kind is not served."""
     try:
         given = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -49,7 +49,7 @@ def as_grammar(text: str, pieces: Pieces) -> Structure:
 
 
 def _format_of(given: dict[str, Any]) -> Any:
-    """What it says in its newer form, or in the first one: structures that their triggers announce."""
+    """The format, given in the newer form, or in the older one of structures with triggers."""
     if (form := given.get("format")) is not None:
         return form
     structures = _list(given, "structures")
@@ -118,7 +118,7 @@ class _Writer:
         return "TEXT"
 
     def _within(self, tag: dict[str, Any]) -> str:
-        """What stands behind a tag's begin: its content, and its end or one of several."""
+        """What follows a tag's begin: its content, and its end or one of several."""
         content = _fields_of(tag.get("content"))
         ends = _list(tag, "end") if isinstance(tag.get("end"), list) else [tag.get("end")]
         if not all(isinstance(end, str) for end in ends):
@@ -134,7 +134,7 @@ class _Writer:
         return " ".join((*parts, self._up_to(ends[0])))
 
     def _triggered(self, form: dict[str, Any], *, last: bool) -> str:
-        """Text of any kind, and tags from where one of their triggers stands."""
+        """Any text, with tags wherever one of their triggers occurs."""
         triggers, tags = _list(form, "triggers"), [_tag(each) for each in _list(form, "tags")]
         once, needed = bool(form.get("stop_after_first")), bool(form.get("at_least_one"))
         bodies = [self._rule(self._within(tag)) for tag in tags]
@@ -155,7 +155,7 @@ class _Writer:
         return one if form.get("at_least_one") else f"({one})?"
 
     def _begun(self, begin: str, triggers: Sequence[Any]) -> str:
-        """Text up to what begins a tag, from the end of its trigger on nothing else."""
+        """Text up to a tag's begin; from the end of its trigger on, only the rest of the begin is allowed."""
         trigger = next((each for each in triggers if isinstance(each, str) and each and begin.startswith(each)), None)
         if trigger is None:
             raise _bad("a tag begins with none of the triggers")
@@ -202,7 +202,7 @@ def _piece(piece: str | int) -> str:
 
 
 def _tag(given: Any) -> dict[str, Any]:
-    """A tag, whose type need not be said."""
+    """A tag, with or without a stated type."""
     tag = {"type": "tag", **_fields_of(given)}
     if tag["type"] != "tag":
         raise _bad("tags are of the type tag")

@@ -1,5 +1,5 @@
-"""What chat templates are run with: Jinja as Hugging Face's templates expect it, in a sandbox, which knows the callers'
-texts again in whatever a template makes of them."""
+"""The environment of chat templates: Jinja as Hugging Face's templates expect it, sandboxed, and keeping track of
+callers' texts in whatever a template makes of them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = _reading(partial(made_anew, made) if name in _MADE_ANEW else made, made)
 
     def call(self, context: Context, called: Any, /, *given: Any, **options: Any) -> Any:
-        """What a function or method gives."""
+        """The result of a function or method."""
         return _read(super().call(context, called, *given, **options))
 
     @staticmethod
     def concat(texts: Iterable[str]) -> str:
-        """What is written, by a template, a macro or a block."""
+        """The output of a template, a macro or a block."""
         joined: str = _read("".join(texts))
         return joined
 
@@ -68,7 +68,7 @@ def with_texts() -> Iterator[CallerTexts]:
 
 
 class _Joining(NodeTransformer):
-    """Has `a ~ b` joined by a filter: what Jinja joins it by gives strings."""
+    """Replaces `a ~ b` by a filter, since Jinja's own operator returns plain strings."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 # as its base calls it
         """The filter in its place."""
@@ -77,7 +77,7 @@ class _Joining(NodeTransformer):
 
 
 class _Generation(Extension):
-    """What stands between `generation` and `endgeneration` is marked for those who train; it is text like any other."""
+    """Text between `generation` and `endgeneration`, which is marked for training, is ordinary text here."""
 
     tags = {"generation"}  # noqa: RUF012 # as its base has it
 

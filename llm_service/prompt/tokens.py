@@ -14,8 +14,8 @@ from llm_service.families.registry import family_of
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """The ids that mark media in a prompt: `placeholders` gives the modality that each stands for, `marks` the id of
-    whatever else its family puts there, by its name in the checkpoint."""
+    """The ids that mark media in a prompt: `placeholders` maps them to modalities, and `marks` has the ids of further
+    tokens that the family puts there, by their names in the checkpoint."""
 
     placeholders: dict[int, Modality]
     marks: dict[str, int]
@@ -24,9 +24,8 @@ class MediaTokens:
     def of(
         cls, config: dict[str, Any], family: Family | None = None, named: Mapping[str, int] | None = None
     ) -> MediaTokens:
-        """Reads them from config.json, of the family that it names unless one is given; those that it lacks are taken
-        from those `named` by the tokenizer. Raises CheckpointError where one is missing, or the family is not
-        served."""
+        """Reads them from config.json, for its own family unless one is given; missing ones are taken from those
+        `named` by the tokenizer. Raises CheckpointError if one is missing, or the family is not served."""
         modalities = (family or family_of(config)).modalities
         ids = {**(named or {}), **config}
         try:
@@ -41,7 +40,7 @@ class MediaTokens:
 
 
 def named_tokens(checkpoint: Checkpoint, added: Mapping[str, int]) -> dict[str, int]:
-    """The ids of those of the `added` tokens that tokenizer_config.json has a name for, by that name."""
+    """The ids of `added` tokens that tokenizer_config.json names, by these names."""
     settings = checkpoint.json("tokenizer_config.json")
     apart = [settings.get(name) for name in ("extra_special_tokens", "model_specific_special_tokens")]
     found: dict[str, int] = {}
@@ -54,8 +53,8 @@ def named_tokens(checkpoint: Checkpoint, added: Mapping[str, int]) -> dict[str, 
 
 
 def end_tokens(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
-    """The tokens that end an answer: generation_config.json's, else config.json's; there may be one or several. A
-    number that is none of the model's, as -1 where there is no such token, is never drawn, and is left out."""
+    """The tokens that end an answer: those of generation_config.json, else of config.json. Ids that the model does not
+    have, such as -1 for none, are left out."""
     config = checkpoint.config
     stated = [checkpoint.json("generation_config.json"), config.get("text_config") or {}, config]
     found: int | list[int] = next(
@@ -65,8 +64,8 @@ def end_tokens(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
 
 
 def check_same_tokens(checkpoint: Checkpoint, draft: Checkpoint) -> None:
-    """Raises CheckpointError where a draft model does not call the same tokens by the same ids. Either may lack special
-    tokens of the other."""
+    """Raises CheckpointError unless a draft model uses the same ids for the same tokens. Either may lack special tokens
+    of the other."""
     words, marks = _vocabulary(checkpoint)
     own_words, own_marks = _vocabulary(draft)
     if own_words != words or any(marks[text] != own_marks[text] for text in marks.keys() & own_marks.keys()):
@@ -74,7 +73,7 @@ def check_same_tokens(checkpoint: Checkpoint, draft: Checkpoint) -> None:
 
 
 def _vocabulary(checkpoint: Checkpoint) -> tuple[Any, dict[str, int]]:
-    """What tokenizer.json has of ordinary tokens, and the ids of added ones."""
+    """The ordinary tokens of tokenizer.json, and the ids of added ones."""
     settings = checkpoint.tokenizer_settings()
     added = {each["content"]: int(each["id"]) for each in settings.get("added_tokens", [])}
     return settings.get("model", {}).get("vocab"), added

@@ -1,4 +1,5 @@
-"""The words of a transcript, and its turns, out of what a model says: as they come, and the same wherever it is cut."""
+"""Extracts the words of a transcript, and its turns, from a model's output as it arrives; the result does not depend on
+how it is cut."""
 
 from __future__ import annotations
 
@@ -16,23 +17,23 @@ _SENTENCES = (
 )
 """How sentences begin that quote the words."""
 _LONGEST_HEAD = 64
-"""Characters within which a mark begins that the words are behind, or a sentence that quotes them."""
+"""Most characters before the end of a mark that precedes the words, or of a sentence that quotes them."""
 _LONGEST_TAIL = 64
-"""Characters of which the end of such a sentence is, at most."""
+"""Most characters of the end of such a sentence."""
 _TAIL_SIGNS = " \t\r\n.'\""
 _LONGEST_TURN = 1 << 16
-"""Characters within which a turn ends."""
+"""Most characters of a turn."""
 _TIME = r"\[(\d{1,6}(?::\d{1,2}){0,2}(?:\.\d{1,6})?)\]"
 _BEGIN, _END = re.compile(rf"{_TIME}\[(S\d{{1,6}})\]"), re.compile(_TIME)
 _LONGEST_MARK = 40
-"""Characters of what begins a turn, or ends it, at most."""
+"""Most characters of what begins or ends a turn."""
 _JSON = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one speaker says without a break, in seconds from the sound's beginning; `speaker` empty and `end` 0: the
-    model does not say."""
+    """An uninterrupted utterance of one speaker, in seconds from the start of the sound; an empty `speaker` and an
+    `end` of 0 are unknown."""
 
     start: float
     end: float
@@ -41,7 +42,7 @@ class Turn:
 
 
 class TranscriptReader:
-    """Takes what a model says, and gives the words in it. This one takes all for words."""
+    """Takes a model's output and returns the words in it. This one returns everything."""
 
     def push(self, text: str) -> str:
         """Takes more; the words that are certain now."""
@@ -57,7 +58,7 @@ class TranscriptReader:
 
 
 class _Marked(TranscriptReader):
-    """Words behind a mark. Without one near the beginning all is words."""
+    """Words behind a mark. Without a mark near the beginning, everything is words."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -97,7 +98,7 @@ class _Quoted(TranscriptReader):
         return said
 
     def _begin(self) -> bool:
-        """Whether it is certain by now what comes, a sentence or words."""
+        """Whether it is known by now what comes: a sentence or words."""
         text = self._held.lstrip()
         before = len(self._held) - len(text)
         sentence = next((each for each in _SENTENCES if text.startswith(each)), "")
@@ -121,13 +122,13 @@ class _Quoted(TranscriptReader):
 
 
 def _end(text: str) -> int:
-    """Where what may be the end of a sentence begins."""
+    """Where a possible end of the sentence begins."""
     return max(len(text.rstrip(_TAIL_SIGNS)), len(text) - _LONGEST_TAIL)
 
 
 class _Turns(TranscriptReader):
-    """Words in turns, a space between two of them. Of a text without any turn all is words; what is behind the last
-    complete turn is none."""
+    """Words in turns, joined by spaces. If there are no turns, everything is words; text behind the last complete turn
+    is dropped."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -154,8 +155,8 @@ class _Turns(TranscriptReader):
         return "".join(said)
 
     def _next(self, text: str, new: str) -> tuple[Turn | None, int] | None:
-        """The next turn in a text, None for something else, and where it ends; None: nothing is complete. `new` is how
-        the text ends that was not there when it was asked last."""
+        """The next turn in a text, or None for other text, and where it ends; None if nothing is complete. `new` is the
+        end of the text that was not there at the last call."""
         raise NotImplementedError
 
     def finish(self) -> str:
@@ -211,7 +212,7 @@ class _BracketedTurns(_Turns):
 
 
 def _whole(text: str) -> str:
-    """A text without halves of pairs of surrogates, which JSON may name."""
+    """A text without lone surrogates, which JSON may contain."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -232,7 +233,7 @@ def _clock(written: str) -> float:
 
 
 def transcript_reader(asked: Transcription, *, opened: bool) -> TranscriptReader:
-    """What reads an answer; `opened`: the prompt has begun it, with what would be before a mark."""
+    """The reader for an answer; `opened`: the prompt has already begun it, with what would precede the mark."""
     match asked.wrapping:
         case Wrapping.MARK:
             return TranscriptReader() if opened else _Marked(asked.mark)
