@@ -11,7 +11,8 @@ LastUse = tuple[int, int]
 """A class, of which the lower goes first, and within it a number that grows with each use."""
 
 _TRIES = 8
-"""Of the least recently used, how many are tried; more only where one of another class would have to go."""
+"""Of the least recently used, how many are tried; more only where one of another class would have to go, or where so
+many are in vain: then those that are left are tried that have room around them."""
 
 
 def make_room(
@@ -19,13 +20,14 @@ def make_room(
     size: int,
     oldest: Iterable[int],
     last_use: Callable[[int], LastUse | None],
+    held: Iterable[int],
     drop: Callable[[int], None],
 ) -> Range | None:
     """A range of `size` bytes, for which `drop` frees a `window` where there is no gap; None, and nothing is dropped,
     where that cannot be enough."""
     if (span := ranges.allocate(size)) is not None:
         return span
-    if going := window(ranges, size, oldest, last_use):
+    if going := window(ranges, size, oldest, last_use, held):
         for start in going:
             drop(start)
         return ranges.allocate(size)
@@ -33,35 +35,43 @@ def make_room(
 
 
 def window(
-    ranges: RangeAllocator, size: int, oldest: Iterable[int], last_use: Callable[[int], LastUse | None]
+    ranges: RangeAllocator,
+    size: int,
+    oldest: Iterable[int],
+    last_use: Callable[[int], LastUse | None],
+    held: Iterable[int],
 ) -> list[int]:
     """Where the ranges begin that are to be freed so that `size` bytes fit: neighbours, of which the one that was used
     last was used the longest ago. None, where nothing that may go is enough.
 
-    `oldest` are those that may go, the least recently used first; of others there is no `last_use`.
+    `oldest` are those that may go, the least recently used first; the others, of which there is no `last_use`, are
+    `held`, in any order. That is asked for only where the search is long: it may be a generator.
 
     >>> ranges = RangeAllocator(256)
     >>> starts = [ranges.allocate(64).offset for _ in range(4)]
     >>> used = {0: (0, 1), 192: (0, 2), 64: (0, 3), 128: (0, 4)}
-    >>> window(ranges, 64, used, used.get), window(ranges, 128, used, used.get)
+    >>> window(ranges, 64, used, used.get, []), window(ranges, 128, used, used.get, [])
     ([0], [0, 64])
     """
     best: tuple[LastUse, int, list[int]] | None = None
-    hopeless: set[int] = set()
-    tries = 0
+    roomy: _Roomy | None = None
+    tries = vain = 0
     for start in oldest:
-        if start in hopeless:
+        if roomy is not None and start not in roomy:
             continue
         used = last_use(start)
         assert used is not None, "what is tried may go"
         if best and (best[0] < used or (tries >= _TRIES and best[0][0] <= used[0])):
             break  # whatever it is part of was used later than the best, or is hardly worth the search
         tries += 1
-        around = _Around(ranges, start, size, last_use)
-        if (found := around.best()) is None:
-            hopeless.update(around.starts)
-        elif best is None or found < best:
+        found = _Around(ranges, start, size, last_use).best()
+        vain += found is None
+        if found is not None and (best is None or found < best):
             best = found
+        if vain == _TRIES and roomy is None:
+            roomy = _Roomy(ranges, size, held)
+            if not roomy.begins:
+                break
     return best[2] if best else []
 
 
@@ -80,17 +90,32 @@ def lightest(ranges: RangeAllocator, size: int, weight: Callable[[int], int]) ->
     (Range(offset=128, size=128), [128, 192])
     """
     need, starts = aligned(size), ranges.starts
+    weights, ends = list(map(weight, starts)), list(map(ranges.end, starts))
     best: tuple[int, Range, list[int]] | None = None
     begin = first = total = 0  # `total` is what ranges from `first` on weigh, which would leave room from `begin` on
-    for last, start in enumerate(starts):
-        total += weight(start)
-        end = starts[last + 1] if last + 1 < len(starts) else ranges.capacity
-        while first < last and end - ranges.end(starts[first]) >= need:
-            begin, total, first = ranges.end(starts[first]), total - weight(starts[first]), first + 1
+    for last, end in enumerate([*starts[1:], ranges.capacity]):
+        total += weights[last]
+        while first < last and end - ends[first] >= need:
+            begin, total, first = ends[first], total - weights[first], first + 1
         if end - begin >= need and (best is None or total < best[0]):
-            best = total, Range(begin, max(need, ranges.end(start) - begin)), starts[first : last + 1]
+            best = total, Range(begin, max(need, ends[last] - begin)), starts[first : last + 1]
     assert best is not None, "the arena is too small, or empty"
     return best[1:]
+
+
+class _Roomy:
+    """Where `size` bytes fit between two neighbours that may not go: from one of `begins` to the end beside it."""
+
+    def __init__(self, ranges: RangeAllocator, size: int, held: Iterable[int]) -> None:
+        in_order = sorted(held)
+        begins, ends = [0, *map(ranges.end, in_order)], [*in_order, ranges.capacity]
+        found = [(begin, end) for begin, end in zip(begins, ends, strict=True) if end - begin >= size]
+        self.begins = [begin for begin, _ in found]
+        self._ends = [end for _, end in found]
+
+    def __contains__(self, start: int) -> bool:
+        at = bisect.bisect_right(self.begins, start) - 1
+        return at >= 0 and start < self._ends[at]
 
 
 class _Around:
@@ -106,11 +131,6 @@ class _Around:
         self._last_use = last_use
         self._left = self._reach(-1)
         self._right = self._reach(1)
-
-    @property
-    def starts(self) -> list[int]:
-        """All of them, and the range itself."""
-        return self._between(len(self._left) - 1, len(self._right) - 1)
 
     def best(self) -> tuple[LastUse, int, list[int]] | None:
         """The window that was used the longest ago: when, its bytes, and what is in it."""

@@ -76,7 +76,8 @@ class DevicePool:
         if self.lost:
             return None
         oldest = (each.span.offset for each in self._slices if not each.pins)
-        span = eviction.make_room(self._ranges, rows * self._row_bytes, oldest, self._last_use, self._evict)
+        held = (each.span.offset for each in self._slices if each.pins)
+        span = eviction.make_room(self._ranges, rows * self._row_bytes, oldest, self._last_use, held, self._evict)
         if span is None:
             return None
         made = Slice(self, span, rows)

@@ -327,7 +327,14 @@ class EmbeddingStore:
     def _make_room(self, size: int) -> Range | None:
         """A range, for which entries are evicted; None, and nothing evicted, where that cannot be enough."""
         oldest = (entry.span.offset for entry in self._entries.values() if not entry.pins)
-        return eviction.make_room(self._ranges, size, oldest, self._last_use, self._drop)
+        return eviction.make_room(self._ranges, size, oldest, self._last_use, self._held(), self._drop)
+
+    def _held(self) -> Iterator[int]:
+        """Where ranges begin that stay: they are read or written, or reserved."""
+        yield from (start for start, entry in self._at.items() if entry.allocation.pins)
+        yield from (each.span.offset for each in self._unkept if not self._is_reserved(each))
+        if self._reservation:
+            yield self._reservation.span.offset
 
     def _last_use(self, offset: int) -> eviction.LastUse | None:
         entry = self._at.get(offset)

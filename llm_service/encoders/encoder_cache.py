@@ -184,7 +184,8 @@ class EncoderCache:
 
     def _make_room(self, size: int) -> Range | None:
         """A place, for which cached entries are dropped; None, and none of them, where that cannot be enough."""
-        return eviction.make_room(self._ranges, size, self._oldest(), self._last_use, self._evict)
+        held = (offset for offset in self._at if self._last_use(offset) is None)
+        return eviction.make_room(self._ranges, size, self._oldest(), self._last_use, held, self._evict)
 
     def _evict(self, offset: int) -> None:
         self._drop(self._at[offset])

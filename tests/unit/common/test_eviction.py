@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +31,8 @@ def test_neighbours_make_way_that_were_used_the_longest_ago_and_none_that_may_no
         elif kind != "held":
             used[span.offset] = (int(kind == "kept"), use)
     size = cells * ALIGNMENT
-    going = window(ranges, size, sorted(used, key=used.__getitem__), used.get)
+    held = {span.offset for span, kind in spans if span is not None and kind == "held"}
+    going = window(ranges, size, sorted(used, key=used.__getitem__), used.get, held)
     windows = _windows(ranges, size, used)
     if not windows or not all(windows):  # nothing is enough, or nothing need go
         assert windows or not going
@@ -98,21 +100,25 @@ def test_the_search_looks_at_a_few_of_many() -> None:
         return 0, start * 7919 % (10_000 * ALIGNMENT + 1)
 
     oldest = sorted(starts, key=lambda start: start * 7919 % (10_000 * ALIGNMENT + 1))
-    assert window(ranges, ALIGNMENT, oldest, last_use) == [oldest[0]]
+    assert window(ranges, ALIGNMENT, oldest, last_use, []) == [oldest[0]]
     assert asked < 10, "the oldest is enough"
-    assert len(window(ranges, 10 * ALIGNMENT, oldest, last_use)) == 10
+    assert len(window(ranges, 10 * ALIGNMENT, oldest, last_use, [])) == 10
     assert asked < 300
 
 
-def test_where_nothing_is_enough_each_is_looked_at_a_few_times_at_most() -> None:
+@pytest.mark.parametrize("roomy", [False, True])
+def test_where_few_have_room_around_them_not_all_are_looked_at(roomy: bool) -> None:
     ranges = RangeAllocator(3000 * ALIGNMENT)
     starts = [span.offset for _ in range(3000) if (span := ranges.allocate(ALIGNMENT))]
+    held = {start for start in starts[::30] if not roomy or start != 2400 * ALIGNMENT}
     asked = 0
 
     def last_use(start: int) -> LastUse | None:
         nonlocal asked
         asked += 1
-        return None if start // ALIGNMENT % 30 == 0 else (0, start)
+        return None if start in held else (0, start)
 
-    assert window(ranges, 30 * ALIGNMENT, [start for start in starts if last_use(start)], last_use) == []
-    assert asked < 4 * len(starts)
+    oldest = [start for start in starts if start not in held]
+    found = window(ranges, 30 * ALIGNMENT, oldest, last_use, held)
+    assert found == ([(2371 + at) * ALIGNMENT for at in range(30)] if roomy else [])
+    assert asked < 700
