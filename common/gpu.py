@@ -127,14 +127,16 @@ class CudaCapture:
 
     def _abandon(self) -> None:
         """Raises RuntimeError where the device is of no use any more. The end of a capture that has become invalid
-        raises before allocator and generator know of it: the one would keep blocks that other streams had, the other
-        refuse to draw."""
+        raises before allocators and generator know of it: the device's would keep blocks that other streams had, the
+        generator refuse to draw, and the one for locked memory, which cannot be told, refuse to begin anew with that
+        pool."""
         torch.cuda.synchronize(self._device)
         here = self._device
         index = torch.cuda.current_device() if here == torch.device("cuda") else here.index
         with suppress(RuntimeError):  # that end was none of a capture, or went well
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[index]
         with suppress(RuntimeError):
             generator.graphsafe_set_state(generator.clone_state())

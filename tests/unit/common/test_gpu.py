@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from unittest import mock
 
 import pytest
@@ -59,6 +60,22 @@ def test_the_first_error_of_a_capture_is_told(device: mock.MagicMock, monkeypatc
     device._cuda_endAllocateToPool.assert_called_once_with(0, device.graph_pool_handle())
     device._cuda_releasePool.assert_called_once_with(0, device.graph_pool_handle())
     device.generator.graphsafe_set_state.assert_called_once_with(device.generator.clone_state())
+
+
+def test_the_next_graph_has_a_pool_of_its_own(device: mock.MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's allocator for locked memory still records to the one of a capture whose end has failed."""
+    device.graph_pool_handle.side_effect = itertools.count(1)
+    begun, capture = list[object](), CudaCapture(GPU)
+    monkeypatch.setattr(Graph, "capture_begin", lambda *given, **_: begun.append(given[1]))
+    kept = [capture(mock.Mock())]
+    monkeypatch.setattr(Graph, "invalid", True)
+    with pytest.raises(CaptureFailed):
+        capture(mock.Mock())
+    monkeypatch.setattr(Graph, "invalid", False)
+    kept += [capture(mock.Mock()) for _ in range(2)]
+    first, failed, *later = begun
+    assert first == failed != later[0] == later[1]
+    assert len(kept) == 3
 
 
 def test_a_capture_that_ended_has_nothing_to_be_undone(device: mock.MagicMock) -> None:
