@@ -1,6 +1,6 @@
-"""What the scheduler tells the workers to compute, and what they answer. A step plan is a message: it holds all that a
-step needs, but for what a worker keeps of sequences: the KV cache, and their block tables. There are hundreds of the
-small ones in a step, and they cannot be part of a cycle, so the garbage collector is spared them (`gc=False`)."""
+"""What the scheduler tells the workers to compute, and their results. A step plan is a message with everything that a
+step needs, except the KV cache and block tables, which workers keep. A step has hundreds of the small structs, which
+cannot be part of a cycle, so the garbage collector ignores them (`gc=False`)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import msgspec
 
 
 class StepMemoryError(Exception):
-    """The device has too little memory for a step, which was not computed. What it holds of sequences may be lost."""
+    """The device had too little memory for a step, which was not computed. KV and states of sequences may be lost."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next tokens of the flattened batch, which are of one sequence."""
+    """The next tokens of one sequence, in the flattened batch."""
 
     context: int
-    """Tokens of the sequence before these, whose KV is in the cache."""
+    """Tokens of the sequence before these; their KV is in the cache."""
     count: int
     """Tokens of the chunk."""
     row: int
-    """The sequence's row of all block tables, which is long enough for context + count tokens."""
+    """The sequence's row of all block tables, which have blocks for context + count tokens."""
     decodes: bool = False
-    """They are an answer's, its last one with drafts behind it for example: what attends gives each the bits that it
-    has alone."""
+    """They belong to an answer, such as its last token with drafts behind it: attention computes each with the bits
+    that it would have alone."""
     answers: int = 0
-    """How many of them, the last ones, are an answer's, which may be computed anew at once."""
+    """How many of them, at the end, belong to an answer; after a preemption these may be computed in one chunk."""
     answered: int = 0
     """How many tokens the answer has with them."""
 
@@ -51,8 +51,8 @@ class RowSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
-    """How to choose one token from the logits at place `at` of the flattened batch. Fields without a description are
-    those of `SamplingParams`."""
+    """How to choose one token from the logits at batch position `at`. Fields without a description are those of
+    `SamplingParams`."""
 
     at: int
     temperature: float = 0.0
@@ -60,7 +60,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     top_k: int = 0
     min_p: float = 0.0
     uniform: float = 0.0
-    """In [0, 1), decides the draw: the scheduler makes it, so that every rank, and a repeated run with the same seed,
+    """In [0, 1), decides the draw. The scheduler draws it, so that all ranks, and a repeated run with the same seed,
     choose alike."""
     banned: tuple[int, ...] = ()
     """Tokens that cannot be chosen."""
@@ -69,17 +69,17 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     prompt: bytes = b""
-    """The prompt's distinct tokens, int32, where a penalty needs them."""
+    """int32: the prompt's distinct tokens, if a penalty needs them."""
     output: bytes = b""
-    """All tokens chosen so far, int32, where a penalty needs them."""
+    """int32: all tokens chosen so far, if a penalty needs them."""
     logprobs: int = -1
-    """How many of the likeliest tokens to report beside the chosen one; -1: not even that one's."""
+    """How many of the likeliest tokens to report besides the chosen one; -1: none, not even the chosen one."""
     allowed_mask: bytes = b""
-    """A bit for each token (little-endian): one whose bit is not set cannot be chosen. Empty: all can be."""
+    """A bit for each token (little-endian); tokens whose bit is 0 cannot be chosen. Empty: all can."""
     carried: int = -1
     """The draw of the plan before that chooses the token before this one, the last of `output`; -1: it is known."""
     banned_behind: tuple[tuple[int, int], ...] = ()
-    """Pairs of tokens: the second cannot be chosen where the first is the token that is carried over."""
+    """Pairs of tokens: the second cannot be chosen if the first is the token that is carried over."""
     mask_follows: bool = False
     """`allowed_mask` is handed over while the step is computed."""
 
@@ -105,7 +105,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False)
 
 
 Masks = Callable[[], Sequence[bytes]]
-"""Waits for the masks of a step that were not known when it was planned: one for each draw whose mask follows."""
+"""Waits for the masks of a step that were not known when it was planned, one for each draw whose mask follows."""
 
 
 def no_masks() -> Sequence[bytes]:
@@ -114,7 +114,7 @@ def no_masks() -> Sequence[bytes]:
 
 
 def with_masks(draws: list[Draw], masks: Masks) -> list[Draw]:
-    """The draws of a plan with the masks that follow; waits for them where any draw has one."""
+    """A plan's draws with the masks that follow; waits for these if any draw needs one."""
     if not any(draw.mask_follows for draw in draws):
         return draws
     following = iter(masks())
@@ -127,8 +127,8 @@ def with_masks(draws: list[Draw], masks: Masks) -> list[Draw]:
 
 
 class PromptLogprobsAsked(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Asks how likely tokens of a prompt are: `targets`, int32 [m] as bytes, are those that follow the places from `at`
-    on in the flattened batch; `top` of the likeliest are given beside each."""
+    """Asks for the log-probabilities of prompt tokens: `targets`, int32 [m] as bytes, follow the batch positions from
+    `at` on; `top` of the likeliest tokens are reported for each."""
 
     at: int
     targets: bytes
@@ -136,17 +136,15 @@ class PromptLogprobsAsked(msgspec.Struct, frozen=True, array_like=True, gc=False
 
 
 class HiddenSum(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Asks for the sum of the hidden states, behind the last norm, of `count` places from `at` on in the flattened
-    batch."""
+    """Asks for the sum of the hidden states after the final norm, of `count` batch positions from `at` on."""
 
     at: int
     count: int = 1
 
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Asks for up to `count` drafts behind the token that is drawn last for a chunk; 0 for none. A token at index i of
-    the sequence is at i + `mrope_delta` there. `following` is the prompt's token behind a chunk for which none is
-    drawn."""
+    """Asks for up to `count` drafts behind the token drawn last for a chunk; 0: none. Token i of the sequence has
+    position i + `mrope_delta`. `following` is the prompt token behind a chunk for which no token is drawn."""
 
     count: int
     mrope_delta: int
@@ -154,9 +152,9 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StateCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies of states between slots, in order: (from slot, to slot) `before` and `after` the step; `within` it, of
-    those that a chunk passes: (number of the chunk, its tokens up to there, to slot), at multiples of what such a layer
-    computes at once."""
+    """Copies of states between slots, in order: (from slot, to slot) `before` and `after` the step, and `within` it for
+    states that a chunk passes: (number of the chunk, its tokens up to there, to slot), at multiples of what such layers
+    compute at once."""
 
     before: list[tuple[int, int]] = []
     within: list[tuple[int, int, int]] = []
@@ -164,12 +162,12 @@ class StateCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepAdapters(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """In which slots adapters are while a step is computed."""
+    """The slots of adapters during a step."""
 
     filled: list[tuple[int, int]] = []
-    """Those that are put there before it: (slot, number of the adapter)."""
+    """Adapters to load before the step: (slot, number of the adapter)."""
     slots: list[int] = []
-    """Each chunk's slot, -1 for none; empty where no chunk has one."""
+    """Each chunk's slot, -1 for none; empty if no chunk has an adapter."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -181,35 +179,34 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     positions: bytes
     """int32 [3, n]: time, height and width, as mRoPE has them."""
     chunks: list[Chunk]
-    """One for each sequence, behind each other in the batch."""
+    """One for each sequence, consecutive in the batch."""
     rows: list[RowSlice]
-    """Places whose embeddings are media's, by place."""
+    """Positions whose embeddings are media rows, in ascending order."""
     draws: list[Draw]
     """The tokens to choose, by place."""
     carried: list[tuple[int, int]] = []
     """(place, draw): the token at that place is the one that this draw of the plan before chooses."""
     prompt_logprobs: list[PromptLogprobsAsked] = []
-    """Prompts' tokens whose log-probabilities are asked for."""
+    """Prompt tokens whose log-probabilities are asked for."""
     slots: list[int] = []
-    """Each chunk's slot of states, for a model whose layers have any. Without context a chunk reads nothing there."""
+    """Each chunk's state slot, if layers have states. A chunk without context does not read it."""
     states: StateCopies = StateCopies()
-    """Between those slots."""
+    """Copies between these slots."""
     appended: list[Appended] = []
-    """What block tables have become longer by since the plan before, ahead of anything that is computed."""
+    """Blocks added to block tables since the plan before; applied before anything is computed."""
     adapters: StepAdapters = StepAdapters()
     proposals: list[Proposal] = []
-    """One for each chunk, where a model proposes drafts; nothing is carried over then."""
+    """One for each chunk, if a model proposes drafts; nothing is carried over then."""
     greedy: bool = False
     """Every draw is of the likeliest token, and none asks for log-probabilities: ranks find the tokens together."""
     whole: list[tuple[int, int]] = []
-    """[begin, end) of the batch, each the last tokens of a prompt, which see each other and what was computed of it
-    before."""
+    """[begin, end) in the batch of the last tokens of prompts whose tokens see each other and all before."""
     pools: list[HiddenSum] = []
-    """What is asked of prompts whose embeddings are wanted."""
+    """Pooled hidden states of prompts whose embeddings are wanted."""
     offloaded: list[tuple[int, int]] = []
     """KV blocks that are copied to the host first of all, in order: (block, place in the host's memory)."""
     loaded: list[tuple[int, int]] = []
-    """Then those that are copied from there: (place, block)."""
+    """Then copies from the host: (place, block)."""
 
     @property
     def tokens(self) -> int:
@@ -218,7 +215,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def wanted(self) -> list[int]:
-        """The places of draws, and behind them the first ones of pools; where there are neither, any place."""
+        """Batch positions of the draws, then of the first position of each pool; any position if there are neither."""
         return [*(draw.at for draw in self.draws), *(each.at for each in self.pools)] or [0]
 
 
@@ -226,8 +223,8 @@ _LIKELY = struct.Struct("<id")
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural logarithms: the chosen token's, and the likeliest tokens with theirs, likeliest first. Those are packed:
-    as objects, twenty of them take two kilobytes, and an answer waits for its reader."""
+    """Natural logarithms: of the chosen token, and of the likeliest tokens, likeliest first. The latter are packed:
+    twenty of them as objects would take two kilobytes while an answer waits for its reader."""
 
     chosen: float
     packed: bytes = b""
@@ -245,12 +242,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a plan; times are of `time.perf_counter`, which all processes of a host share."""
+    """The result of a plan; times are of `time.perf_counter`, which all processes of a host share."""
 
     tokens: list[int]
     """One for each draw."""
     logprobs: list[TokenLogprobs | None]
-    """One for each draw, None where none was asked for."""
+    """One for each draw, None if none were asked for."""
     prompt_logprobs: list[list[TokenLogprobs]] = []
     """For each of the plan's, one for each of its targets."""
     replayed: bool = False
@@ -258,6 +255,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     began: float = 0.0
     ended: float = 0.0
     proposed: list[list[int]] = []
-    """Drafts for each chunk; empty where no model proposes any."""
+    """Drafts for each chunk; empty if no model proposes any."""
     pooled: list[bytes] = []
     """For each pool, float32 [hidden]."""

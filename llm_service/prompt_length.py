@@ -19,7 +19,7 @@ def check_length(tokens: int, context: int, field: str, *, answered: bool = True
 
 
 def check_bytes(texts: Iterable[str], most: int, field: str) -> None:
-    """Raises it for a prompt whose texts have too many bytes for their tokens to be counted."""
+    """Raises that error for a prompt whose texts are too long for counting their tokens."""
     if (size := sum(len(text.encode()) for text in texts)) > most:
         raise too_long(f"{size} bytes of text > {most} maximum", field)
 

@@ -1,4 +1,4 @@
-"""The nouns of a request. They know neither protobuf nor torch."""
+"""The nouns of a request, without protobuf or torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class MediaItem(Media):
 
 @dataclass(frozen=True, slots=True)
 class ToolDefinition:
-    """A function that the model may call; `parameters` is a JSON Schema, None for a function without any. Calls that
-    the model makes by itself are held to it where one of the functions is `strict`."""
+    """A function that the model may call; `parameters` is a JSON Schema, None if it takes none. If one of the functions
+    is `strict`, the model's calls are held to its schema."""
 
     name: str
     description: str
@@ -42,8 +42,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A chat message; a part is text, or the item that stands there. Calls and reasoning are an assistant's, the id of
-    a call is a tool's, whose message is its result."""
+    """A chat message; a part is a text or an item. `calls` and `reasoning` belong to an assistant's message; the id of
+    a call belongs to a tool's message with its result."""
 
     role: str
     parts: tuple[str | MediaItem, ...]
@@ -54,12 +54,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages, to be laid out by the chat template, and the functions that the model may call; `thinking` None, and no
-    `reasoning_effort`: as the template has it. `continues`: the answer goes on behind the last message's text.
-    `unanswered`: nothing begins an answer.
-    `opening` is what the answer is begun with, special tokens in it by name. `calls_or_form`: an answer that must have
-    a form may be calls in its place; `thinks_before_form`: it may begin with reasoning that the model opens itself.
-    `variables` are more that the template asks for, by name."""
+    """Messages for the chat template, and the functions that the model may call. `thinking` None and an empty
+    `reasoning_effort` mean the template's default. `continues`: the answer continues the last message's text.
+    `unanswered`: no answer is begun. `opening` is the beginning of the answer, with special tokens by name.
+    `calls_or_form`: an answer with a form may be calls instead; `thinks_before_form`: it may begin with reasoning that
+    the model opens itself. `variables` are further variables of the template."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolDefinition, ...] = ()
@@ -91,8 +90,8 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MediaSlot:
-    """Where the item with this index stands: all of it, or, once it is expanded, its next `rows`; of a pruned video,
-    those that are kept of its grid's next `grid_rows`."""
+    """The place of the item with this index: all of it, or, once expanded, its next `rows`; for a pruned video, those
+    kept of its grid's next `grid_rows`."""
 
     item: int
     modality: Modality
@@ -103,7 +102,7 @@ class MediaSlot:
 
 @dataclass(frozen=True, slots=True)
 class SoundLength:
-    """Where the seconds of the item with this index, a sound, stand as a text; below 0: it is not known yet whose."""
+    """The place of a sound's length in seconds as text, by the index of the item; below 0: not assigned yet."""
 
     item: int = -1
 
@@ -131,10 +130,10 @@ class Structure:
 
 
 class Trigger(msgspec.Struct, frozen=True):
-    """The token behind which a grammar begins. Where it `recurs` (a call's mark), anything may be said before it and
-    again behind what the grammar allows; else (the end of reasoning) it must come before the answer may end. With
-    `openings`, runs of tokens, that is so of an answer that begins with one of them: another has the grammar from its
-    first token on."""
+    """The token behind which a grammar begins. If it `recurs` (the mark of a call), anything may precede it and follow
+    what the grammar allows; otherwise (the end of reasoning) it must occur before the answer may end. With `openings`,
+    runs of tokens, this holds for answers that begin with one of these; others follow the grammar from the first token
+    on."""
 
     token: int
     recurs: bool = False
@@ -143,7 +142,7 @@ class Trigger(msgspec.Struct, frozen=True):
 
 class ThinkingBound(msgspec.Struct, frozen=True):
     """At most so many tokens of reasoning, which the tokens `begin` open and the token `end` closes; `opened`: the
-    answer begins inside of it."""
+    answer begins inside it."""
 
     tokens: int
     begin: tuple[int, ...]
@@ -152,7 +151,7 @@ class ThinkingBound(msgspec.Struct, frozen=True):
 
 
 class Pooling(enum.StrEnum):
-    """How an embedding is made of a prompt's hidden states, those behind the last norm."""
+    """How an embedding is made of a prompt's hidden states after the final norm."""
 
     LAST = "last"
     """That of the last token."""
@@ -163,17 +162,16 @@ class Pooling(enum.StrEnum):
 
     @property
     def of_all(self) -> bool:
-        """Hidden states from the first one on count, so that no token's may be missing: of a block that the prefix
-        cache has, there are none."""
+        """Whether hidden states from the first token on count, so that cached blocks, which have none, cannot be
+        used."""
         return self is not Pooling.LAST
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when a choice ends, every default filled in. The fields mean what the contract says;
-    `grammar` is a checked structure in llguidance's form, empty for none, `grammar_bytes` what it holds when it is
-    compiled, and `grammar_trigger` where it begins; None: with the first token. `thinking_bound` bounds reasoning.
-    `bad_word_ids` are runs of tokens that an answer cannot have. `allowed_mask` is that of the only tokens that may be
-    chosen; empty: any."""
+    """How tokens are chosen and when a choice ends, with all defaults filled in. Fields mean what the contract says.
+    `grammar` is a checked structure in llguidance's form, empty for none, `grammar_bytes` its compiled size, and
+    `grammar_trigger` where it begins; None: with the first token. `thinking_bound` bounds reasoning. `bad_word_ids` are
+    runs of tokens that an answer must not contain. `allowed_mask` allows only some tokens; empty: all."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -200,12 +198,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_matched(self) -> bool:
-        """Not every token may come next: a matcher says which."""
+        """Whether a matcher restricts the next token."""
         return bool(self.grammar) or self.thinking_bound is not None
 
     @property
     def is_held(self) -> bool:
-        """There may be no token that can come next."""
+        """Whether it can happen that no token is allowed."""
         return self.is_matched or bool(self.allowed_mask)
 
     @property
@@ -221,8 +219,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """A LoRA adapter that requests may name; `number` is the engine's name for it, and `digest` what it is. `unloaded`:
-    it has no name any more, and is kept for the requests that have begun."""
+    """A LoRA adapter that requests may name; `number` is its number in the engine, and `digest` identifies its content.
+    `unloaded`: it has lost its name, and is kept for requests in progress."""
 
     name: str
     number: int
@@ -234,7 +232,7 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ResumedChoice:
-    """What exists of a choice: its output so far; `finished`: nothing more is to be generated or sent of it."""
+    """The output of a choice so far; `finished`: nothing more is generated or sent for it."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -243,7 +241,7 @@ class ResumedChoice:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The most tokens of a prompt; of a longer one the last are kept, or the first where its `end` is cut off."""
+    """The most tokens of a prompt. Of a longer one the last tokens are kept, or the first if `end` is cut off."""
 
     tokens: int
     end: bool = False
@@ -251,10 +249,10 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A validated request. `deadline` is on the monotonic clock, None where the caller set none. `peer` is the
-    connection that it came by, which tells callers apart where no salt does. It may outlive `max_handovers` engines.
-    With a `transcription` its answer is the words of a sound, which the model wraps in what that says. With a `pooling`
-    it asks for the prompt's embedding in the place of an answer."""
+    """A validated request. `deadline` is on the monotonic clock, None without one. `peer` is its connection, which
+    tells callers apart if no salt does. It may outlive `max_handovers` engines. With a `transcription` its answer is
+    the words of a sound, wrapped in the model's own way. With a `pooling` it asks for an embedding of the prompt
+    instead of an answer."""
 
     id: str
     prompt: Prompt
@@ -287,8 +285,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Prompt positions [start, start + count) hold rows [first_row, first_row + count) of an item. Of a pruned video,
-    they are those that are kept of its grid's next `grid_rows`."""
+    """Prompt positions [start, start + count) hold rows [first_row, first_row + count) of an item. For a pruned video,
+    these are the rows kept of its grid's next `grid_rows`."""
 
     start: int
     first_row: int
@@ -298,7 +296,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where an item's rows are in the prompt. A picture has one run; a video may have one for each frame group."""
+    """An item's rows in the prompt. A picture has one run; a video may have one for each group of frames."""
 
     item: int
     header: Header
@@ -317,7 +315,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class PromptLayout:
-    """A prompt in its final form: token ids, media spans, and where each token is in time, height and width.
+    """A prompt in its final form: token ids, media spans, and each token's position in time, height and width.
 
     `positions` is int32 [3, tokens], C-contiguous, as bytes; `mrope_delta` is added to a token's index past the prompt.
     The sequence may have `max_length` tokens, 0: as many as the context.

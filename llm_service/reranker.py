@@ -27,15 +27,14 @@ _CONVERSATION: Final = ChatPrompt((Message("system", ("Judge.",)), Message("user
 
 @dataclass(frozen=True, slots=True)
 class Reranker:
-    """The tokens by whose logits it says that a document is relevant, and that it is not."""
+    """The tokens whose logits say that a document is relevant, or is not."""
 
     true_token: int
     false_token: int
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, prompts: PromptBuilder) -> Reranker | None:
-        """What a checkpoint is as a reranker; None where it says nothing of that, or it is not known to be asked as
-        those that are."""
+        """The reranker of a checkpoint; None if it states none, or is not known to be prompted like rerankers."""
         score = _score(checkpoint)
         if score is None:
             return None
@@ -52,7 +51,7 @@ class Reranker:
 
 
 def _is_taught(prompts: PromptBuilder) -> bool:
-    """Whether the chat template lays conversations out as those models have them."""
+    """Whether the chat template lays out conversations as those models do."""
     try:
         return "".join(text for text, _ in prompts.template.render(_CONVERSATION)) == _TAUGHT
     except InvalidInput:
@@ -60,7 +59,7 @@ def _is_taught(prompts: PromptBuilder) -> bool:
 
 
 def _score(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What the checkpoint says of its score, which may be nothing; None where it is no reranker."""
+    """The checkpoint's settings of its score, which may be empty; None if it is not a reranker."""
     stated = checkpoint.text(MODULES)
     if stated is None:
         return {} if _NAME in checkpoint.name.lower() else None
@@ -68,13 +67,13 @@ def _score(checkpoint: Checkpoint) -> dict[str, Any] | None:
         last = json.loads(stated)[-1]
         if str(last["type"]).rpartition(".")[2] != "LogitScore":
             return None
-        return checkpoint.json(f"{last['path']}/config.json")  # which is not always there: some have a wrong path
+        return checkpoint.json(f"{last['path']}/config.json")  # it may be missing: some have a wrong path
     except (ValueError, TypeError, LookupError, CheckpointError):
         return None
 
 
 def _tokens(score: dict[str, Any], prompts: PromptBuilder) -> tuple[int, int] | None:
-    """Those that are stated, or else `yes` and `no`."""
+    """The tokens that are stated, else `yes` and `no`."""
     yes, no = prompts.encode("yes"), prompts.encode("no")
     usual = (yes[0], no[0]) if len(yes) == len(no) == 1 else (None, None)
     found = score.get("true_token_id", usual[0]), score.get("false_token_id", usual[1])

@@ -1,1 +1,1 @@
-"""What sets families of models apart: one file each, without torch, and a row in the registry."""
+"""What distinguishes families of models: one file each, without torch, and a row in the registry."""

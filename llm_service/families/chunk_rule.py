@@ -1,4 +1,4 @@
-"""Where a prompt may be cut into chunks, which steps compute one after the other."""
+"""Where a prompt may be cut into chunks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from llm_service.families.sight import OF_PROMPTS, SpanRule
 
 @dataclass(frozen=True, slots=True)
 class ChunkRule:
-    """As tokens see those behind them by `spans`. `media_tokens` are those of media, and the marks around them, where
-    these alone of a prompt see each other."""
+    """Follows from which later tokens a token sees (`spans`). `media_tokens` are the tokens of media and the marks
+    around them, if only these see each other within a prompt."""
 
     spans: SpanRule = SpanRule.NOWHERE
     media_tokens: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, spans: SpanRule, together: Sequence[int]) -> ChunkRule:
-        """Of a model whose tokens of media are `together`, which is said whether they see each other or not."""
+        """The rule of a model whose media tokens are `together`; they are stated whether they see each other or not."""
         return cls(spans, tuple(together) if spans is SpanRule.ALL_MEDIA else ())
 
     @property
@@ -30,12 +30,13 @@ class ChunkRule:
 
     @property
     def may_begin_in_run(self) -> bool:
-        """Whether one may begin there, behind blocks that are cached: not where its rows see all of their run."""
+        """Whether a chunk may begin inside a run of media rows, behind cached blocks: not if rows see all of their
+        run."""
         return self.spans is not SpanRule.BEYOND_WINDOWS
 
     @property
     def of_prompts(self) -> bool:
-        """Whether what is computed of a prompt's beginning depends on more than the run that it ends in."""
+        """Whether what is computed for a prompt's beginning depends on more than the run that it ends in."""
         return self.spans in OF_PROMPTS
 
     def whole_end(self, tokens: Sequence[int]) -> int:
@@ -55,4 +56,4 @@ class ChunkRule:
 
 
 ANYWHERE = ChunkRule()
-"""Prompts may be cut behind any token."""
+"""Prompts may be cut anywhere."""

@@ -1,6 +1,6 @@
-"""Texts whose heads share a latent: DeepSeek-V3's, which is Kimi K2.5's, Mistral Small 4's, dots3-note's, of which
-some layers choose by an index what they see, and others have a window, and Mistral Large 4's, whose layers all choose
-so, and may share what they choose, and latents."""
+"""Texts with multi-head latent attention: DeepSeek-V3's, which Kimi K2.5 has; Mistral Small 4's; dots3-note's, in which
+some layers attend to tokens chosen by an index and others to a window; and Mistral Large 4's, in which all layers use
+an index, and may share its choice, and latents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5's text: experts by modality, and rotary pairs of height and width in turns before those of time."""
+"""ERNIE 4.5's text: experts by modality; rotary pairs of height and width alternate, before those of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family of models is described by."""
+"""The description of a family of models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mixer(Enum):
 
 
 class FeedForwardKind(Enum):
-    """What follows in a layer, for each token alone."""
+    """The feed-forward part of a layer, which works on each token alone."""
 
     DENSE = "dense"
     EXPERTS = "experts"
@@ -48,35 +48,34 @@ class FeedForwardKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What one decoder layer is made of."""
+    """The parts of one decoder layer."""
 
     mixer: Mixer
     feed_forward: FeedForwardKind
     sight: Sight = ALL_BEFORE
-    """What a token sees, where the mixer is attention."""
+    """The tokens that a token sees, if the mixer is attention."""
     keys_of: int | None = None
-    """The layer, counted from 0, whose keys and values it attends to; None: its own."""
+    """The layer, counted from 0, whose keys and values this one uses; None: its own."""
     wide: bool = False
     """Its dense feed-forward part is twice as wide as others."""
     gates: Gates | None = None
-    """Those of a dense part and of what all tokens go through beside experts; None: the activation that the
-    configuration names."""
+    """The gates of the dense part and of shared experts; None: the configuration's activation."""
     expert_gates: Gates | None = None
-    """Those of experts, likewise."""
+    """The gates of routed experts; None: the configuration's activation."""
     cut_share: float = 0.0
     """Share of a dense part's numbers that is cut off between its products."""
     inner: int = 0
-    """Numbers of a dense part between its products; 0: as many as others have."""
+    """The inner size of the dense part; 0: the usual one."""
     rotated: bool = True
     """Its latent attention has rotated numbers, as that of other layers."""
     chooses: bool = True
-    """It chooses what an index lets it see; else it sees what the last layer before it chose."""
+    """It attends to the tokens that its own index chooses; else to those that the last layer before it chose."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """What checkpoints call a layer's norms, empty where there is none: those of what goes into its mixer and its
-    feed-forward part, and those of what comes out of each before it is added."""
+    """The names of a layer's norms in checkpoints, empty if there is none: of the inputs of its mixer and feed-forward
+    part, and of their outputs before these are added."""
 
     mixer_in: str = "input_layernorm"
     feed_forward_in: str = "post_attention_layernorm"
@@ -85,14 +84,14 @@ class LayerNorms:
 
     @property
     def behind(self) -> LayerNorms:
-        """The same of what comes out of each part, in the stead of what goes in."""
+        """The same norms for the parts' outputs instead of their inputs."""
         return LayerNorms("", "", self.mixer_in, self.feed_forward_in)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A run of an item's rows, its next `count`, each with a placeholder, or with a token of that id where one is
-    given, or of that name among the family's `marks`. Rows that are pruned have none."""
+    """The next `count` rows of an item, each with a placeholder, or with the token of this id, or of this name among
+    the family's `marks`. Pruned rows are left out."""
 
     count: int
     token: int | str | None = None
@@ -100,24 +99,24 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A special token, by what config.json calls its id, or tokenizer_config.json the token."""
+    """A special token, by the name of its id in config.json, or of the token in tokenizer_config.json."""
 
     name: str
 
 
 def in_one_run(header: Header) -> Iterable[str | SpecialToken | Rows]:
-    """All rows one after the other, and nothing besides."""
+    """All rows, one after the other, and nothing else."""
     return (Rows(header.all_rows),)
 
 
 @dataclass(frozen=True, slots=True)
 class InPrompt:
-    """How a family lays items of one modality out in a prompt.
+    """How a family lays out items of one modality in a prompt.
 
-    `token` is what the checkpoint calls the placeholder, as a `SpecialToken`, or the id. `expand` says what stands in
-    its stead: texts, special tokens, which `marks` names, and the item's rows, all of them in order. `timed_frames`:
-    positions in time count seconds · tokens_per_second, else frame groups. `counted`: rows have no height and width,
-    and count on as text does.
+    `token` names the placeholder in the checkpoint, as a `SpecialToken`, or is its id. `expand` returns what replaces
+    it: texts, special tokens, which `marks` names, and all of the item's rows, in order. With `timed_frames`, positions
+    in time count seconds · tokens_per_second, otherwise groups of frames. `counted`: rows have no height and width, and
+    count on as text does.
     """
 
     token: str | int
@@ -130,42 +129,43 @@ class InPrompt:
 FAR = 1 << 20
 """Positions of sequences that turn by other frequencies, since they are long, are counted from here."""
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-"""What config.json calls layers of attention whose tokens see all before them, or a window, or their chunk."""
+"""config.json's names for layers whose tokens see all tokens before them, a window, or their chunk."""
 OF_ANSWERS = "reference_sliding_attention"
-"""What it calls layers whose tokens see all of a prompt, and of an answer a window."""
+"""Its name for layers whose tokens see all of the prompt, and a window of the answer."""
 INDEXED = "indexed_attention"
-"""What it calls layers that score all tokens before one, and attend to the best of them."""
+"""Its name for layers that score all earlier tokens and attend to the best ones."""
 MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
-"""What it calls layers that are a feed-forward part alone."""
+"""Its names for layers that consist of a feed-forward part alone."""
 WINDOWED: Mapping[str, Mixer] = {FULL: Mixer.ATTENTION, SLIDING: Mixer.ATTENTION}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRules:
-    """How items of media stand in a prompt, besides what `InPrompt` says of each modality."""
+    """How media are laid out in a prompt, besides the `InPrompt` of each modality."""
 
     layout_from_encoder: bool = False
-    """An item's header says which tokens stand for it; nothing follows from a grid."""
+    """The item's header says which tokens stand for it; they do not follow from its grid."""
     alone: Collection[Modality] = ()
-    """Items of these modalities are alone in a prompt: their rows depend on others."""
+    """Items of these modalities must be alone in a prompt: their rows depend on it."""
     duration_mark: str = ""
-    """What a template has in the stead of a sound's seconds."""
+    """The text in a template that stands for a sound's seconds."""
     seam: str = ""
-    """A mark beside items: two that touch are one, and what is behind it gets a space."""
+    """A mark beside items: two adjacent ones become one, and a space follows what is behind it."""
     number_mark: str = ""
-    """What stands for an item begins with this, if the item's number among those of its modality is behind it."""
+    """An item's text may begin with this, followed by the item's number among those of its modality."""
     placeholder_run: int = 0
-    """So many placeholders side by side stand for an item, as one does; 0: each stands for one."""
+    """An item is so many adjacent placeholders, or one; 0: each placeholder is an item."""
     long_rope_threshold: int = 0
     """Sequences that are longer turn by other frequencies (LongRoPE): their places are counted from `FAR`; 0: none."""
     pinned_tokens: Collection[int] = ()
-    """Tokens that stay at an item's time where they are right behind it."""
+    """Tokens that keep the time of the item right before them."""
     frame: PromptFrame | None = None
-    """What else stands in a prompt with items, where that is not what the tokenizer puts before any text."""
+    """Further tokens of a prompt with items, unless they are what the tokenizer puts before any text."""
 
 
 class OutputGate(Enum):
-    """A gate behind attention: for each number of each head, projected with the queries or apart, or one a head."""
+    """A gate on the output of attention: for each number of each head, projected with the queries or apart, or one for
+    each head."""
 
     NONE = "none"
     FUSED = "projected with the queries"
@@ -183,7 +183,7 @@ class QkNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRules:
-    """What attention has."""
+    """The parts of attention."""
 
     bias: bool = False
     """Queries, keys and values have biases."""
@@ -194,14 +194,14 @@ class AttentionRules:
     value_norm: bool = False
     """Each head of values is normed, without a weight."""
     output_gate: OutputGate = OutputGate.NONE
-    """What multiplies what a head attends to."""
+    """The gate that the output of a head is multiplied by."""
     sinks: bool = False
-    """Each head has a score of something that nobody attends to."""
+    """Each head has a score for a sink, which has no value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRules:
-    """What multi-head latent attention has besides."""
+    """The parts that multi-head latent attention has besides."""
 
     norm_eps: float | None = None
     """That of the latents' norms; None: the decoder's."""
@@ -213,7 +213,7 @@ class LatentRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerRules:
-    """What an index of tokens has, of sparse attention."""
+    """The parts of the indexer of sparse attention."""
 
     norm_eps: float | None = 1e-6
     """That of its norms; None: the decoder's."""
@@ -223,20 +223,20 @@ class IndexerRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormRules:
-    """Which norms there are, and how they norm."""
+    """Which norms there are, and their kind."""
 
     names: LayerNorms = LayerNorms()
-    """Those of a layer."""
+    """The names of a layer's norms."""
     zero_centred: bool = False
     """Norms of layers and heads scale by 1 + weight."""
     plain_final: bool = False
-    """The last norm, behind all layers, does not."""
+    """The final norm scales by its weight alone."""
     float32_weights: bool = False
     """Weights stay in float32."""
     layer_norm: bool = False
     """Norms take the mean off first, as LayerNorm does."""
     biases: bool = False
-    """Those LayerNorms have biases."""
+    """Norms with means (LayerNorm) have biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +246,7 @@ class RopeRules:
     none: bool = False
     """They are not."""
     local_only: bool = False
-    """Only local layers, those with a window or chunks, rotate, where there are any."""
+    """Only local layers (with a window or chunks) rotate, if there are any."""
     partial_factor: float = 1.0
     """So much of a head is rotated."""
     interleaved: bool = False
@@ -256,37 +256,37 @@ class RopeRules:
     mrope_interleaved: bool = False
     """Pairs are dealt out to time, height and width in turns."""
     mrope_space_first: bool = False
-    """Pairs of height and width are dealt out so, before those of time."""
+    """Pairs of height and width alternate, before those of time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpRules:
-    """What feed-forward parts have, those of experts included."""
+    """The parts of feed-forward parts, including experts."""
 
     ungated: bool = False
     """No gates, and a ReLU or its square between two products."""
     fused_gate_up: bool = False
-    """Checkpoints have gates and what they open as one matrix."""
+    """Checkpoints store gates and up projections in one matrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeRules:
-    """What layers with experts have, and how experts are chosen."""
+    """The parts of layers with experts, and how experts are chosen."""
 
     kind: FeedForwardKind = FeedForwardKind.EXPERTS
-    """What follows in such a layer."""
+    """The feed-forward part of such a layer."""
     grouped: bool = False
-    """Each expert has a score of its own, and the best are among those of the best groups."""
+    """Each expert has its own score, and the best are chosen from the best groups."""
     softmax_scores: bool = False
     """That score is its probability among all experts."""
     unnormalised: bool = False
-    """Experts count by their probabilities among all, which do not sum up to 1."""
+    """Experts are weighted by their probabilities among all experts, which do not sum to 1."""
     ungated_shared: bool = False
     """The shared expert has no gate."""
     limited_experts: bool = False
-    """The one limit of gates that a checkpoint states is for those of experts alone."""
+    """The limit for gates that a checkpoint states applies to experts only."""
     inputs_first: bool = False
-    """Stacked matrices of experts have inputs first, whatever their shape."""
+    """Stacked matrices of experts have the input dimension first, whatever their shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,35 +294,35 @@ class LayerRules:
     """How the parts of a decoder layer are put together."""
 
     output_biases: bool = False
-    """What comes out of attention, and both products of a feed-forward part, have biases."""
+    """The output projection of attention and both products of a feed-forward part have biases."""
     parallel_residual: bool = False
-    """The feed-forward part is given what the mixer is."""
+    """The feed-forward part gets the same input as the mixer."""
     gated_residual: bool = False
-    """What parts give is added by gates of the layer's own."""
+    """Outputs of parts are added by gates of the layer's own."""
     scalars: bool = False
-    """What comes out of a layer is multiplied by a number."""
+    """A layer's output is multiplied by a learned number."""
     single_parts: bool = False
     """A layer is a mixer or a feed-forward part, behind one norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyRules:
-    """What becomes of tokens before the first layer, and of what the last one gives."""
+    """What happens before the first layer and after the last."""
 
     scaled_embeddings: bool = False
-    """Those of tokens are multiplied by the root of their width."""
+    """Token embeddings are multiplied by the square root of their width."""
     normed_embeddings: bool = False
     """They are normed, without a weight."""
     position_embeddings: bool = False
-    """What enters has numbers added by its place, from a table."""
+    """Learned position embeddings are added to the input."""
     media_by_token: bool = False
     """Rows of media have inputs of single layers by the tokens that stand for them."""
     logit_scale: str = ""
-    """What config.json calls the number that logits are multiplied by, if they are."""
+    """config.json's name for the number that logits are multiplied by; empty: none."""
     logit_divisor: str = ""
-    """What it calls the one that they are divided by."""
+    """Its name for the number that logits are divided by; empty: none."""
     unsaid: str = ""
-    """What names of tokens begin with that are never said."""
+    """Tokens whose names begin with this are never generated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,9 +330,9 @@ class CheckpointNames:
     """How a checkpoint's files say it."""
 
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What holds of the decoder where config.json leaves it out."""
+    """Values of text settings that config.json leaves out."""
     part_names: Mapping[str, str] = field(default_factory=dict)
-    """What transformers calls parts of layers, and what the decoder does."""
+    """Names of layers' parts in transformers, and in our decoder."""
     changed_parts: Collection[str] = ()
     """Parts of names of tensors that transformers changes when it loads a checkpoint, and the decoder takes as they
     are."""
@@ -340,15 +340,15 @@ class CheckpointNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models: what holds of all its checkpoints. What these state themselves is read from them."""
+    """A family of models: what all its checkpoints have in common. The rest is read from each checkpoint."""
 
     modalities: Mapping[Modality, InPrompt]
     """The media that it takes, and how items of each stand in a prompt."""
     encoder: EncoderParts = VISION
-    """Where checkpoints have what computes rows."""
+    """Where checkpoints have the tower that computes rows."""
     texts: Collection[str] = ()
-    """The kinds of text that it goes with, each of which decides what layers have (`registry.TEXT_FAMILIES`); empty:
-    it has its own."""
+    """The `model_type`s of text that it is combined with, each of which describes the layers
+    (`registry.TEXT_FAMILIES`); empty: it describes them itself."""
     prompt: PromptRules = PromptRules()
     attention: AttentionRules = AttentionRules()
     latent: LatentRules = LatentRules()
@@ -361,11 +361,11 @@ class Family:
     vocabulary: VocabularyRules = VocabularyRules()
     checkpoint: CheckpointNames = CheckpointNames()
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: {FULL: Mixer.ATTENTION})
-    """What config.json's `layer_types` stand for. There are windows where `SLIDING` or `OF_ANSWERS` is among them."""
+    """The mixers of config.json's `layer_types`. Layers have windows if `SLIDING` or `OF_ANSWERS` is among these."""
 
     @property
     def windowed(self) -> str:
-        """What config.json calls layers with windows; empty where there are none."""
+        """config.json's name for layers with windows; empty if there are none."""
         return next((each for each in (SLIDING, OF_ANSWERS) if each in self.mixers), "")
 
     def own_name(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Gemma's text and Gemma 2's, which PaliGemma has, and Gemma 3's, which several kinds of models have."""
+"""The texts of Gemma, Gemma 2 (PaliGemma's) and Gemma 3, which several kinds of models have."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gemma 3n's text, whose layers compute one of several streams, and Gemma 4's: dense, with inputs of single layers, or
-with experts; and of the size that has no towers."""
+"""Gemma 3n's text, whose layers compute one of several streams, and Gemma 4's: dense, with per-layer inputs, or with
+experts; and the size without towers."""
 
 from __future__ import annotations
 

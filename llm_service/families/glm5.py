@@ -1,5 +1,5 @@
-"""GLM-5 Next's text: Kimi Delta Attention, and latent attention without rotary positions to what an index of pools
-chooses, over several streams that are kept in balance."""
+"""GLM-5 Next's text: Kimi Delta Attention, and latent attention without rotary positions to pools that an index
+chooses, with hyper-connections between layers that are kept balanced."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The texts of Granite and HyperCLOVA X, whose configurations state what embeddings, attention, residuals and logits
-are multiplied by."""
+"""The texts of Granite and HyperCLOVA X, whose configurations state multipliers of embeddings, attention, residuals and
+logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that no family of ours is for: transformers computes, and encoders say what stands for an item in a prompt."""
+"""Models without a family of ours: transformers computes them, and encoders say how an item is laid out in a prompt."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def _picture(header: Header) -> Iterator[str | SpecialToken | Rows]:
 
 
 def _frames(header: Header) -> Iterator[str | SpecialToken | Rows]:
-    """Each frame on a line, by its number; their rows are as those of pictures."""
+    """Each frame on a line with its number; their rows are like those of pictures."""
     for number in range(1, header.grid.t + 1):
         yield f"{'' if number == 1 else chr(10)}Frame{number}: "
         yield from (SpecialToken(_START), Rows(header.all_rows // header.grid.t, _ROW), SpecialToken(_END))

@@ -19,7 +19,7 @@ _KNOWN = """
     ur Urdu, uz Uzbek, vi Vietnamese, cy Welsh, yi Yiddish, yo Yoruba
 """
 LANGUAGES: Final = dict(each.split(maxsplit=1) for each in _KNOWN.strip().split(","))
-"""English names by code: of two letters, of three where a language has none of two."""
+"""English names by code: two letters, or three for languages without a code of two."""
 _CODES = {name.lower(): code for code, name in LANGUAGES.items()}
 
 

@@ -1,5 +1,5 @@
-"""OPT, BLIP-2's text: places are learned and added to what enters, norms and products have biases, and a ReLU is
-between the two products of a feed-forward part."""
+"""OPT, BLIP-2's text: learned positions are added to the input, norms and products have biases, and feed-forward parts
+use ReLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2-Audio: a Qwen2 decoder, in whose prompts a clip's rows are counted as words are."""
+"""Qwen2-Audio: a Qwen2 decoder; the rows of a clip are counted like words in its prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXT: Final[dict[str, Any]] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
 }
-"""transformers' Qwen2, of which the published config.json says only what is otherwise."""
+"""transformers' defaults for Qwen2; the published config.json states only what differs."""
 
 QWEN2_AUDIO = Family(
     {Modality.AUDIO: InPrompt("audio_token_index", counted=True)},

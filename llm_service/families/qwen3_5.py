@@ -1,4 +1,4 @@
-"""Qwen3.5, dense or a mixture of experts: three layers of four keep a state in place of keys and values."""
+"""Qwen3.5, dense or with experts: three of four layers keep a state instead of keys and values."""
 
 from __future__ import annotations
 

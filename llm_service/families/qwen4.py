@@ -1,5 +1,5 @@
-"""Qwen4: Qwen3.5's mixture of experts over several streams, with attention to what an index chooses, and embeddings of
-n-grams in some layers."""
+"""Qwen4: Qwen3.5's mixture of experts with hyper-connections, attention to tokens that an index chooses, and n-gram
+embeddings in some layers."""
 
 from __future__ import annotations
 

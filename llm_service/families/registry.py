@@ -135,18 +135,18 @@ TEXT_FAMILIES: Final = {
     "step3p5": STEP3_TEXT,
     "unlimited_ocr_text": UNLIMITED_OCR_TEXT,
 }
-"""By the `model_type` of a text: of models without media, which propose drafts for those, of families that
-go with several, and of models that no family is for, where our decoder computes the text and transformers the rest."""
+"""By a text's `model_type`: of models without media that propose drafts, of families combined with several texts, and
+of models without a family whose text our decoder computes while transformers computes the rest."""
 
 
 def check_text(kind: str) -> None:
-    """Raises CheckpointError where a text of this `model_type` is none that our decoder computes."""
+    """Raises CheckpointError unless our decoder computes texts of this `model_type`."""
     if kind not in TEXT_FAMILIES:
         raise CheckpointError(f"our decoder knows no {kind}")
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """The family of a config.json for media, with what its text decides, where there is one for both."""
+    """The family of a config.json with media, combined with that of its text; None if either is missing."""
     family = FAMILIES.get(config.get("model_type", "?"))
     if family is None or not family.texts:
         return family
@@ -160,7 +160,7 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The same, or that of a text; raises CheckpointError, naming the known ones, where there is none."""
+    """The same, or the family of a text alone. Raises CheckpointError, which lists the known ones, if there is none."""
     model_type = config.get("model_type", "?")
     family = find_family(config) or TEXT_FAMILIES.get(model_type)
     if family is None:

@@ -1,4 +1,4 @@
-"""What a token of a sequence sees."""
+"""Which tokens of a sequence a token sees."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from enum import Enum
 
 
 class SpanRule(Enum):
-    """In which layers the tokens of a run of media rows see each other, as far as a window reaches, or beyond; or that
-    those of a whole prompt do, in all layers and whatever the window, or of these all rows and the marks around
-    them."""
+    """In which layers the tokens of a run of media rows see each other, within a window or beyond it; or that all
+    tokens of a prompt do, in all layers and whatever the window; or all its media rows and the marks around them."""
 
     NOWHERE = "nowhere"
     EVERYWHERE = "everywhere"
@@ -20,15 +19,15 @@ class SpanRule(Enum):
 
 
 OF_PROMPTS = (SpanRule.WHOLE_PROMPTS, SpanRule.ALL_MEDIA)
-"""Rules by which what is computed of a prompt's tokens depends on what stands further behind than their run."""
+"""Rules by which prompt tokens depend on tokens behind their own run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a token sees in one layer: `window` tokens, itself among them, 0: all before it. Where there is an
-    `answer_window`, one of an answer sees all of the prompt, and so many tokens of the answer, itself among them. With
-    a `chunk` sequences are cut into chunks of so many tokens, and none before its own is seen. `spans`: by which rule
-    tokens of a span see those behind them here; `IN_WINDOWS` is said where there is a window alone."""
+    """Which tokens a token sees in one layer: a `window` of tokens including itself, 0: all before it. With an
+    `answer_window`, a token of the answer sees all of the prompt and so many tokens of the answer, itself included.
+    With a `chunk`, sequences are cut into chunks of so many tokens, and tokens of earlier chunks are not seen. `spans`
+    says in which cases tokens of a span see later ones here; `IN_WINDOWS` only occurs with a window."""
 
     window: int = 0
     answer_window: int = 0
@@ -42,8 +41,8 @@ class Sight:
 
     @property
     def reach(self) -> int:
-        """How many tokens one of an answer sees at the least, itself among them, 0: all. With an `answer_window` it
-        sees the prompt besides."""
+        """How many tokens a token of an answer sees at least, itself included; 0: all. With an `answer_window` it sees
+        the prompt besides."""
         return self.window or self.answer_window
 
     def with_spans(self, rule: SpanRule) -> Sight:

@@ -1,4 +1,4 @@
-"""The texts of Step 3.7, and of MiniMax M3, of which most layers choose by an index what they see."""
+"""The texts of Step 3.7 and of MiniMax M3, in which most layers attend to tokens that an index chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How kinds of models are asked for the words of a sound, and what they wrap these words in."""
+"""How kinds of models are asked to transcribe a sound, and how their answers wrap the words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_service.families.languages import LANGUAGES
 
 
 class PromptPlace(Enum):
-    """Where what a caller says beside a sound stands."""
+    """Where the caller's prompt for a transcription is placed."""
 
     SYSTEM = "a message of the system, before the sound"
     BEHIND = "behind the sound"
@@ -21,7 +21,7 @@ class PromptPlace(Enum):
 
 
 class Wrapping(Enum):
-    """What an answer is beside the words."""
+    """What an answer contains besides the words."""
 
     NONE = "none: it is the words"
     MARK = "before them is something else, up to a mark"
@@ -31,7 +31,7 @@ class Wrapping(Enum):
 
     @property
     def tells_turns(self) -> bool:
-        """Whether it says who speaks when."""
+        """Whether it tells who speaks when."""
         return self in (Wrapping.JSON_TURNS, Wrapping.BRACKETED_TURNS)
 
 
@@ -39,10 +39,10 @@ class Wrapping(Enum):
 class Transcription:
     """How a model is asked for the words of a sound.
 
-    `instruction` stands behind the sound, or `instruction_first`; empty: there is none. `place` is that of a caller's
-    prompt. `languages` may be told, by code: in a sentence of the instruction, or in an `opening`, with which the
-    answer is begun, {code} or {name} filled in. `plain_opening` is that without a language, and `marks` are tokens of
-    both, which a checkpoint must have. The words are wrapped in `wrapping`, behind `mark` where that is a mark.
+    `instruction` follows the sound, or precedes it if `instruction_first`; empty: none. `place` is where the caller's
+    prompt goes. `languages` can be named by code: in a sentence of the instruction, or in an `opening` of the answer,
+    with {code} or {name} filled in. `plain_opening` is the opening without a language; `marks` are special tokens of
+    both, which a checkpoint must have. The words are wrapped in `wrapping`, behind `mark` if that is a mark.
     """
 
     instruction: str = "Transcribe the audio into text."
@@ -56,8 +56,8 @@ class Transcription:
     mark: str = ""
 
     def spoken(self, code: str) -> tuple[str, str]:
-        """How a language is told: what follows the instruction, and what the answer is begun with. Without a language
-        the code is empty."""
+        """How a language is named: a sentence after the instruction, and the opening of the answer. An empty code means
+        no language."""
         if not code:
             return "", self.plain_opening
         if self.opening:

@@ -1,5 +1,5 @@
-"""A LoRA adapter in peft's form: `adapter_config.json` beside `adapter_model.safetensors`, below the folder that the
-operator allows. It is checked whole, against the shapes of what it adapts, before anything is made of it."""
+"""A LoRA adapter in peft's format: `adapter_config.json` beside `adapter_model.safetensors`, inside the folder that the
+operator allows. It is checked completely, against the shapes of the matrices it adapts, before it is used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SAYS_NOTHING = frozenset(
         *("use_rslora", "qalora_group_size", "runtime_config"),
     }
 )
-"""Fields that are read, or change nothing of what is computed; others are to be off."""
+"""Fields that are supported or do not affect the computation; all others must be off."""
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """First values of an adapter that leave the base's weights as they are."""
 _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
@@ -58,15 +58,16 @@ class Adapter(msgspec.Struct, frozen=True):
     weights: bytes
     """Its file of weights (safetensors)."""
     scales: dict[str, float]
-    """For each matrix that it adapts, what the product of its two is multiplied with."""
+    """For each adapted matrix, the factor of the product of its two."""
     names: dict[str, str]
-    """For each of these, how the names of both begin in the file, before `.lora_A.weight` and `.lora_B.weight`."""
+    """For each adapted matrix, the common prefix in the file of its two names, before `.lora_A.weight` and
+    `.lora_B.weight`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptable:
-    """What adapters may change: (outputs, inputs) of each matrix, by its name behind the decoder's stem, up to a rank;
-    `bases` are names that the model goes by. `own_name`: the decoder's of what transformers calls a matrix there."""
+    """What adapters may change: (outputs, inputs) of each matrix, by its name behind the decoder's stem, up to a
+    maximum rank; `bases` are names of the model. `own_name` maps transformers' name of a matrix to the decoder's."""
 
     shapes: Mapping[str, tuple[int, int]]
     max_rank: int
@@ -80,8 +81,8 @@ class Adaptable:
 
 
 def read(root: str, path: str, adaptable: Adaptable) -> Adapter:
-    """Reads an adapter's folder `path`, relative to `root`. Nothing outside of `root` is read, links that lead there
-    included, and no file that is longer than such an adapter's can be. Raises AdapterError."""
+    """Reads an adapter's folder `path`, relative to `root`. Nothing outside of `root` is read, not even through links,
+    and no file longer than such an adapter's can be. Raises AdapterError."""
     inside = Path(os.path.realpath(root))
     folder = inside / path
     if not path or not _is_folder(folder, inside):
@@ -98,7 +99,7 @@ def read(root: str, path: str, adaptable: Adaptable) -> Adapter:
 
 
 def largest_rank(config: Mapping[str, Any]) -> int:
-    """The largest rank that an adapter's configuration states. Raises AdapterError where it states none."""
+    """The largest rank in an adapter's configuration. Raises AdapterError if there is none."""
     stated = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     ranks = [rank for rank in stated if isinstance(rank, int) and rank > 0]
     if not ranks or len(ranks) < len(stated):
@@ -123,7 +124,7 @@ def _is_folder(path: Path, root: Path) -> bool:
 
 
 def _content(path: Path, root: Path, limit: int) -> bytes:
-    """A regular file of at most `limit` bytes. It is looked at once it is open, so that nothing can be put in its
+    """A regular file of at most `limit` bytes. It is checked after it was opened, so nothing can be put in its
     place."""
     try:
         # Without O_NONBLOCK a named pipe would be waited for.
@@ -160,7 +161,7 @@ def _config(text: bytes, bases: Collection[str]) -> dict[str, Any]:
 
 
 def _pairs(weights: bytes, adaptable: Adaptable) -> dict[str, tuple[str, int]]:
-    """peft's name and the rank of each pair of matrices, by what they adapt."""
+    """For each adapted matrix, peft's name and the rank of its pair of matrices."""
     try:
         length = int.from_bytes(weights[:8], "little")
         if len(weights) < 8 or length > len(weights) - 8:
@@ -214,7 +215,7 @@ def _check_places(entries: list[tuple[str, tuple[int, ...], tuple[int, ...]]], s
 
 
 class _Patterns:
-    """What a config states of all matrices in one field, and of those whose names fit a pattern in another."""
+    """A setting of all matrices, with exceptions for those whose names match a pattern."""
 
     def __init__(self, config: Mapping[str, Any], field: str, patterns: str, budget: Budget) -> None:
         given = config.get(patterns) or {}
@@ -231,7 +232,7 @@ class _Patterns:
             raise self._refusal(pattern, error) from error
 
     def of(self, name: str) -> float:
-        """What is stated of the matrix that peft knows by a name: by the first pattern that fits, else of all."""
+        """The setting of the matrix with this name in peft: of the first pattern that matches, else the common one."""
         value = next((value for pattern, read, value in self._given if self._fits(pattern, read, name)), self._value)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise AdapterError(f"{self._field} is not a number")
@@ -248,8 +249,7 @@ class _Patterns:
 
 
 def _scales(config: Mapping[str, Any], pairs: Mapping[str, tuple[str, int]], max_rank: int) -> dict[str, float]:
-    """What B A is multiplied with, by what it adapts: alpha / r, or alpha / √r with `use_rslora` (Kalajdzievski
-    2023)."""
+    """The factor of B A, by adapted matrix: alpha / r, or alpha / √r with `use_rslora` (Kalajdzievski 2023)."""
     budget = Budget()
     ranks = _Patterns(config, "r", "rank_pattern", budget)
     alphas = _Patterns(config, "lora_alpha", "alpha_pattern", budget)

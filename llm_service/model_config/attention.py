@@ -1,4 +1,4 @@
-"""What a configuration says of attention: heads of keys, values and queries, and how scores are scaled and bounded."""
+"""A configuration's settings of attention: heads, and how scores are scaled and capped."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llm_service.model_config.rotary import RotaryConfig
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Heads of keys and values, and the numbers of a head. `keys_as_values`: there is one projection for both, and a
-    value is what a key was before it was normed and rotated."""
+    """The number of heads of keys and values, and their size. `keys_as_values`: one projection gives both, and the
+    value is the key before norm and rotation."""
 
     kv_heads: int
     head_dim: int
@@ -24,8 +24,8 @@ class HeadShape:
 
     @classmethod
     def of_full(cls, text: Mapping[str, Any], types: Sequence[str], usual: HeadShape) -> HeadShape | None:
-        """Of layers without a window, where it is another than the usual one. Configurations state it as
-        `global_head_dim` and `num_global_key_value_heads`, or, as they are saved now, layer by layer.
+        """The heads of layers without a window, if they differ from the usual ones. Configurations state them as
+        `global_head_dim` and `num_global_key_value_heads`, or, in recent versions, layer by layer.
 
         Raises CheckpointError as `own_settings`.
         """
@@ -39,26 +39,25 @@ class HeadShape:
 
 
 def local_heads(text: Mapping[str, Any], types: Sequence[str]) -> int | None:
-    """How many heads of queries layers with a window have, where these are others. Raises CheckpointError as
-    `own_settings`."""
+    """The number of query heads of layers with a window, if it differs. Raises CheckpointError as `own_settings`."""
     own = own_settings(text, types, SLIDING, {QUERY_HEADS})
     found, usual = own.get(QUERY_HEADS), int(text[QUERY_HEADS])
     return None if found in (None, usual) else int(found)
 
 
 def attention_scale(text: Mapping[str, Any], head_dim: int) -> float | None:
-    """What products of queries and keys are multiplied by, None: the usual. Configurations state it, or what it is the
-    root of, the other way up."""
+    """The factor of products of queries and keys, None for the usual one. Configurations state it, or the number whose
+    inverse square root it is."""
     scale, scalar = text.get("attention_multiplier"), text.get("query_pre_attn_scalar")
     if scale is not None:
         return float(scale)
-    if (factor := text.get("qk_scale_factor")) is not None:  # of what is multiplied by head_dim^-0.5 as well
+    if (factor := text.get("qk_scale_factor")) is not None:  # a factor besides head_dim^-0.5
         return float(factor) / math.sqrt(head_dim)
     return None if scalar is None else float(scalar) ** -0.5
 
 
 def attention_cap(text: Mapping[str, Any], mixers: Iterable[Mixer]) -> float | None:
-    """What scores are drawn below. Raises CheckpointError where layers have one that do not know any."""
+    """The soft cap of attention scores. Raises CheckpointError if a layer has one whose mixer does not support it."""
     if (cap := text.get("attn_logit_softcapping")) is None:
         return None
     if others := [each for each in mixers if each in _UNCAPPED]:
@@ -73,12 +72,12 @@ _UNCAPPED = (
     Mixer.INDEXED_LATENT_ATTENTION,
     Mixer.POOLED_LATENT_ATTENTION,
 )
-"""Of the mixers that attend, those without soft caps."""
+"""The attention mixers without soft caps."""
 
 
 def mixer_with(mixer: Mixer, rotary: RotaryConfig) -> Mixer:
-    """The same, unless queries do not grow in any context. Raises CheckpointError where they do in one, and it is of
-    another kind than those that let them."""
+    """The mixer, or its variant with temperature scaling if queries grow within the context. Raises CheckpointError if
+    it has no such variant."""
     if rotary.tempering is None:
         return Mixer.ATTENTION if mixer is Mixer.TEMPERED_ATTENTION else mixer
     if mixer not in (Mixer.TEMPERED_ATTENTION, Mixer.LATENT_ATTENTION):

@@ -22,11 +22,11 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """`text` is the shape of its layers, whose `vocab_size` counts the tokens that it is given; it knows `vocab_size`
-    words itself. It `reads` what comes before these layers of the model, counted from 0. That is normed as one before
-    it is projected where it `norms_before`, or each layer's by itself where it `norms_each`. `adds_to_normed` is as in
-    `JoiningLayer`; where it `gives_normed`, its own hidden states are normed where it goes on from them. It `ties`
-    logits to embeddings of its own, if it has no other matrix."""
+    """`text` is the shape of the head's layers, whose `vocab_size` counts the tokens it is given; it predicts
+    `vocab_size` words itself. It `reads` the inputs of these layers of the model, counted from 0. With `norms_before`
+    they are normed together before the projection, with `norms_each` each by itself. `adds_to_normed` is as in
+    `JoiningLayer`; with `gives_normed`, its own hidden states are normed where it continues from them. It `ties` logits
+    to its own embeddings, if it has no other matrix."""
 
     text: TextConfig
     vocab_size: int
@@ -39,8 +39,8 @@ class EagleConfig:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], layers: int) -> EagleConfig:
-        """Of a head for a model with so many layers. Raises CheckpointError where it is none, or needs something that
-        is not supported."""
+        """The head for a model with so many layers. Raises CheckpointError if the configuration is not that of a head,
+        or needs something unsupported."""
         if not is_eagle3(config):
             raise CheckpointError("its config.json is not that of an EAGLE-3 head")
         try:

@@ -1,4 +1,4 @@
-"""What a configuration says of its experts, by whichever names it has for that."""
+"""A configuration's settings of experts, by whichever names it uses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llm_service.families.family import EXPERTS_ALONE
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """Experts are in `groups`, and a token's are of the `kept` of these that it scores highest; its weights, which sum
-    up to 1, are multiplied by `scale`. With `probabilities` a score is an expert's probability among all."""
+    """Experts are in `groups`, and a token's experts come from the `kept` groups that it scores highest; their weights,
+    which sum to 1, are multiplied by `scale`. With `probabilities`, an expert's score is its probability among all."""
 
     groups: int
     kept: int
@@ -22,7 +22,7 @@ class GroupedExperts:
 
 
 def first_of(text: Mapping[str, Any], *names: str) -> Any:
-    """The first of these settings that is stated, and not 0; None where there is none."""
+    """The first of these settings that is stated and not 0; None if there is none."""
     return next((text[name] for name in names if text.get(name)), None)
 
 
@@ -43,14 +43,14 @@ def expert_size(text: Mapping[str, Any]) -> int:
 
 
 def expert_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Of experts, and of those of media, which some configurations state behind the others'."""
+    """The inner size of experts, and of media experts, which some configurations state in second place."""
     found = first_of(text, "moe_intermediate_size", "intermediate_size") or 0
     first, *others = found if isinstance(found, list | tuple) else (found,)
     return int(first), int(others[0]) if others else 0
 
 
 def shared_size(text: Mapping[str, Any]) -> int:
-    """The inner size of what all tokens go through beside their experts; several are one as large as all of them."""
+    """The inner size of the shared experts together."""
     count = first_of(text, "n_shared_experts", "moe_num_shared_experts") or 0
     names = "shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size"
     stated = first_of(text, *names, "moe_shared_expert_intermediate_size")
@@ -59,7 +59,7 @@ def shared_size(text: Mapping[str, Any]) -> int:
 
 
 def dense_layers(text: Mapping[str, Any], apart: Sequence[str]) -> frozenset[int]:
-    """Those without experts, of a text that has some; `apart` are the types of layers that are one part alone."""
+    """The layers without experts, of a text with experts; `apart` are the types of layers with a single part."""
     if apart:
         return frozenset(layer for layer, kind in enumerate(apart) if kind != EXPERTS_ALONE)
     if kinds := text.get("mlp_layer_types"):
@@ -70,14 +70,14 @@ def dense_layers(text: Mapping[str, Any], apart: Sequence[str]) -> frozenset[int
 
 
 def expert_scale(text: Mapping[str, Any]) -> float:
-    """What experts' probabilities are multiplied by. Raises CheckpointError where experts are chosen within groups."""
+    """The factor of experts' probabilities. Raises CheckpointError if experts are chosen within groups."""
     if (method := text.get("topk_method", "greedy")) != "greedy":
         raise CheckpointError(f"experts that are chosen as {method} says are not supported")
     return float(text.get("routed_scaling_factor", 1.0))
 
 
 def grouped_experts(text: Mapping[str, Any], *, probabilities: bool) -> GroupedExperts:
-    """In which groups experts are; one of all where nothing is stated."""
+    """The groups of experts; a single group if none are stated."""
     scale = first_of(text, "routed_scaling_factor", "moe_router_scaling_factor") or 1.0
     groups, kept = int(text.get("n_group") or 1), int(text.get("topk_group") or 1)
     return GroupedExperts(groups, kept, float(scale), probabilities)

@@ -1,4 +1,4 @@
-"""What a configuration says of feed-forward parts: what is between their products, and how wide they are."""
+"""A configuration's settings of feed-forward parts: activations and sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from llm_service.model_config.experts import first_of
 
 
 class Activation(Enum):
-    """What opens the gates of a feed-forward part, as configurations call it, or is between the products of one without
-    gates."""
+    """The activation of a feed-forward part's gates, or between its products if it has no gates; values are names in
+    configurations."""
 
     SILU = "silu"
     GELU = "gelu_pytorch_tanh"
@@ -34,9 +34,9 @@ def activation_of(text: Mapping[str, Any], family: Family) -> Activation:
 
 
 def gates_of(text: Mapping[str, Any], limits: str, *, cut: bool = True) -> tuple[Gates | None, ...]:
-    """Those of each layer, by what a configuration calls the list of their limits, in which 0 is none; empty where all
-    are plain ones. Where there is one limit for all they are `cut` by it, or it is not for these. Raises
-    CheckpointError where they are, and the activation is not SiLU."""
+    """The gates of each layer, by the list of limits that a configuration calls `limits`, in which 0 means no limit;
+    empty if no layer has limits. A single limit for all layers applies if `cut`. Raises CheckpointError if gates are
+    limited and the activation is not SiLU."""
     count = int(text["num_hidden_layers"])
     if (sharpness := text.get("swiglu_alpha")) is not None:
         return (RaisedGates(float(sharpness), float(text["swiglu_limit"])),) * count
@@ -66,8 +66,8 @@ def inner_size(text: Mapping[str, Any]) -> int:
 
 
 def inner_sizes(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of each layer the numbers between the products of its feed-forward part; empty where all have as many. Raises
-    CheckpointError where there is not one for each layer."""
+    """The inner size of each layer's feed-forward part; empty if all are equal. Raises CheckpointError if there is not
+    one for each layer."""
     stated = text.get("intermediate_size")
     if not isinstance(stated, list) or len(set(stated)) < 2:
         return ()
@@ -77,6 +77,6 @@ def inner_sizes(text: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def cut_shares(text: Mapping[str, Any]) -> tuple[float, ...]:
-    """Of each layer the share of its gates that do not count; empty where all do in all layers."""
+    """For each layer, the share of gates that are dropped; empty if none are."""
     stated = text.get("activation_sparsity_pattern") or ()
     return tuple(map(float, stated)) if any(stated) else ()

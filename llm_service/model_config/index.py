@@ -1,4 +1,4 @@
-"""What layers choose by an index to attend to, as config.json states it: stretches of tokens, tokens, or blocks."""
+"""What an index chooses to attend to, as config.json states it: stretches of tokens, tokens, or blocks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llm_service.families.family import FULL, INDEXED, Mixer
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:
-    """How a layer's index chooses what a token attends to: keys of `head_dim` numbers, one for each `stretch` tokens,
-    are scored by so many `heads` of queries, and the tokens of the best `kept` stretches are seen, with those behind
-    the last whole one."""
+    """How a layer's index chooses tokens to attend to: `heads` of queries score keys of `head_dim` numbers, one for
+    each `stretch` of tokens. The tokens of the best `kept` stretches are seen, and those behind the last complete
+    one."""
 
     heads: int
     head_dim: int
@@ -23,7 +23,8 @@ class IndexShape:
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> IndexShape:
-        """Raises CheckpointError where keys have several heads, or the budget is no whole number of stretches."""
+        """Reads the settings. Raises CheckpointError if keys have several heads, or the budget is not a multiple of a
+        stretch."""
         if int(text["indexer_kv_heads"]) != 1:
             raise CheckpointError("an index with several heads of keys is not supported")
         budget, stretch = int(text["indexer_budget"]), int(text["indexer_compress_ratio"])
@@ -34,9 +35,9 @@ class IndexShape:
 
 @dataclass(frozen=True, slots=True)
 class TokenIndexShape:
-    """How a layer's index chooses what a token attends to: each token has a key of `head_dim` numbers, which is scored
-    by so many `heads` of queries, and the `most` with the highest scores are seen. With a `pool` so many tokens, from a
-    sequence's first one on, have one key together, and are seen together, as `PoolIndex` has it."""
+    """How a layer's index chooses tokens to attend to: `heads` of queries score each token's key of `head_dim` numbers,
+    and the `most` tokens with the highest scores are seen. With a `pool`, so many consecutive tokens share a key and
+    are seen together (`PoolIndex`)."""
 
     heads: int
     head_dim: int
@@ -45,13 +46,13 @@ class TokenIndexShape:
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> TokenIndexShape:
-        """Raises KeyError where a size is missing."""
+        """Reads the settings. Raises KeyError if a size is missing."""
         return cls(int(text["index_n_heads"]), int(text["index_head_dim"]), int(text["index_topk"]))
 
     @classmethod
     def of_pools(cls, text: Mapping[str, Any]) -> TokenIndexShape:
-        """Raises CheckpointError where the tokens behind the last whole pool are not seen anyway, or what is seen is no
-        whole number of pools, and KeyError where a size is missing."""
+        """Reads the settings of pools. Raises CheckpointError if the tokens behind the last complete pool are not
+        always seen, or the budget is not a multiple of a pool, and KeyError if a size is missing."""
         if not text.get("index_kpool_always_select_tail", True):
             raise CheckpointError("an index that leaves the last tokens out is not supported")
         made = replace(cls.of(text), pool=int(text["index_kpool"]))
@@ -62,9 +63,9 @@ class TokenIndexShape:
 
 @dataclass(frozen=True, slots=True)
 class BlockIndexShape:
-    """How a layer's index chooses what a token attends to: each token has a key of `head_dim` numbers, which is scored
-    by a head of queries for each head of keys and values. Blocks of `size` tokens are seen there, as `BlockIndex` has
-    it: the `local` ones that end with a token's own, and those with the highest scores, `most` in all."""
+    """How a layer's index chooses tokens to attend to: each token has a key of `head_dim` numbers, scored by one head
+    of queries for each head of keys and values. For each of these, blocks of `size` tokens are seen (`BlockIndex`): the
+    `local` blocks that end with the token's own, and those with the highest scores, `most` in all."""
 
     head_dim: int
     size: int
@@ -73,8 +74,8 @@ class BlockIndexShape:
 
     @classmethod
     def of(cls, text: Mapping[str, Any], kv_heads: int) -> BlockIndexShape:
-        """Raises CheckpointError where it has other heads than keys have, or more local blocks than blocks, and
-        KeyError where a size is missing."""
+        """Reads the settings. Raises CheckpointError if it has other heads than keys have, or more local blocks than
+        blocks, and KeyError if a size is missing."""
         if int(text["index_n_heads"]) != kv_heads:
             raise CheckpointError("an index of blocks with other heads than keys have is not supported")
         most, local = int(text["index_topk_blocks"]), int(text["index_local_blocks"])
@@ -106,7 +107,7 @@ def shared_choices(text: Mapping[str, Any], types: Sequence[str]) -> frozenset[i
 
 
 def token_index_of(text: Mapping[str, Any], mixers: Sequence[Mixer]) -> TokenIndexShape | None:
-    """Of a text with these mixers, None where none has one. Raises KeyError as these."""
+    """The index of a text with these mixers; None if none of them has one. Raises KeyError if a size is missing."""
     if Mixer.POOLED_LATENT_ATTENTION in mixers:
         return TokenIndexShape.of_pools(text)
     return TokenIndexShape.of(text) if Mixer.INDEXED_LATENT_ATTENTION in mixers else None

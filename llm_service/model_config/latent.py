@@ -14,12 +14,12 @@ from llm_service.model_config.rotary import yarn_growth
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Heads whose keys and values are made of one latent of `rank` numbers, which all share, as in DeepSeek-V2. A
-    query and a key have `plain` numbers, and `rotated` ones, which of a key all heads share as well; a value has
-    `value`. Queries are made of a latent of `query_rank` numbers, 0: of the layer's input. Products are multiplied by
-    `scale`. `neighbours`: the two numbers of a rotary pair are neighbours in checkpoints. Latents are normed with this
-    `eps`, and then multiplied, that of keys by `growth` and that of queries by `query_growth`; with `norms_rotated` the
-    rotated numbers of a key are normed as well, before they are."""
+    """Heads of multi-head latent attention (DeepSeek-V2): all share one latent of `rank` numbers for keys and values.
+    Queries and keys have `plain` numbers and `rotated` ones, and all heads share a key's rotated numbers; values have
+    `value` numbers. Queries come from a latent of `query_rank` numbers, 0: from the layer's input. Products are
+    multiplied by `scale`. `neighbours`: the numbers of a rotary pair are adjacent in checkpoints. Latents are normed
+    with `eps`, then multiplied by `growth` (keys) or `query_growth`; with `norms_rotated`, the rotated numbers of a key
+    are normed before rotation as well."""
 
     rank: int
     rotated: int
@@ -35,9 +35,9 @@ class LatentHeads:
 
     @classmethod
     def of(cls, text: Mapping[str, Any], rope: Mapping[str, Any], family: Family, norm_eps: float) -> LatentHeads:
-        """Of a text with these rotary settings, whose other norms have this eps. Raises KeyError where a size is
-        missing, and CheckpointError where there are biases, or one is rotated that its family rotates not at
-        all."""
+        """Reads a text's settings; `rope` are its rotary settings and `norm_eps` is that of its other norms. Raises
+        KeyError if a size is missing, and CheckpointError if there are biases, or numbers are rotated although the
+        family has no rotation."""
         hidden, rank = int(text["hidden_size"]), int(text["kv_lora_rank"])
         query_rank = int(text.get("q_lora_rank") or 0)
         rotated, plain = int(text["qk_rope_head_dim"]), int(text["qk_nope_head_dim"])
@@ -69,7 +69,7 @@ class LatentHeads:
 
     @property
     def width(self) -> int:
-        """Numbers that are kept of a token: its latent, and behind that its rotated key."""
+        """Numbers kept for a token: its latent, followed by its rotated key."""
         return self.rank + self.rotated
 
     @property
@@ -98,9 +98,9 @@ def latent_heads(
     family: Family,
     norm_eps: float,
 ) -> tuple[LatentHeads | None, LatentHeads | None]:
-    """Those of layers of these types, and of the ones with a window, each with its rotary settings; None where there
-    are none. Raises CheckpointError as `own_settings`, where layers without latents have sizes of such as well, or
-    latents have biases, and KeyError as `LatentHeads.of`."""
+    """The latent heads of layers of these types, and of those with a window, each with its rotary settings; None if
+    there are none. Raises CheckpointError as `own_settings`, if layers without latents have such sizes, or latents have
+    biases, and KeyError as `LatentHeads.of`."""
     has_latents = not _MIXERS.isdisjoint(family.mixers.values())
     own = own_settings(text, types, SLIDING if has_latents else "", LATENT_SIZES)
     if not has_latents:
@@ -114,8 +114,8 @@ def latent_heads(
 
 
 def _check_heads(text: Mapping[str, Any], types: Sequence[str], local: LatentHeads) -> None:
-    """Configurations that are saved repeat for layers with a window what follows from sizes of latents. Raises
-    CheckpointError where that is something else."""
+    """Saved configurations repeat, for layers with a window, numbers that follow from sizes of latents. Raises
+    CheckpointError if these differ."""
     own = own_settings(text, types, SLIDING, KEY_HEADS | {QUERY_HEADS})
     queries, keys = own.get(QUERY_HEADS, text.get(QUERY_HEADS)), own.get("num_key_value_heads")
     if keys not in (None, queries):
@@ -128,15 +128,14 @@ _MIXERS = {Mixer.LATENT_ATTENTION, Mixer.INDEXED_LATENT_ATTENTION, Mixer.POOLED_
 
 
 def unrotated_layers(text: Mapping[str, Any]) -> frozenset[int]:
-    """Layers with latents that have no rotated numbers, of a text whose others have some."""
+    """Layers whose latents have no rotated numbers, in a text whose other layers have them."""
     stated = (text.get("no_rope_layers") or ())[: int(text["num_hidden_layers"])]
     return frozenset(layer for layer, rotated in enumerate(stated) if not rotated)  # 0 says so
 
 
 def latent_sources(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers, by their numbers, whose latents each layer has; empty where all have their own. Raises
-    CheckpointError where one has others than those of the last one before it that shares its own, and is rotated as it
-    is."""
+    """For each layer, the layer whose latents it uses; empty if all use their own. Raises CheckpointError unless it is
+    the last layer before it that shares its latents and is rotated alike."""
     sources = [int(each) for each in text.get("kv_source_layers") or ()]
     unrotated = unrotated_layers(text)
     for layer, source in enumerate(sources):

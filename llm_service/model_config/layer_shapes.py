@@ -1,5 +1,5 @@
-"""What single layers of a decoder have beside mixers and feed-forward parts, as config.json states it: inputs of their
-own, tables of marks, streams between them, and embeddings of n-grams."""
+"""Further parts of decoder layers, as config.json states them: per-layer inputs, tables of special tokens, streams
+between layers, and n-gram embeddings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from common.checkpoint import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """Each layer has an input of its own for each token, of so many numbers, which is looked up by the token in a table
-    of so many `rows`; tokens beyond these have that of the first. Media rows have that of the token `padding`, None: of
-    the tokens that stand for them."""
+    """Each layer has its own input for each token, of so many numbers, from a table with `rows` rows; tokens beyond
+    these use the first row. Media rows use that of the token `padding`; None: those of their placeholders."""
 
     width: int
     padding: int | None
@@ -22,8 +21,8 @@ class LayerInputs:
 
     @classmethod
     def of(cls, text: Mapping[str, Any], *, padded: bool = True) -> LayerInputs | None:
-        """None where layers have none; `padded`: media rows have the padding's. Raises CheckpointError where some
-        tokens have none then."""
+        """None if layers have none; `padded`: media rows use the padding token's. Raises CheckpointError if some tokens
+        would have none."""
         if not text.get("hidden_size_per_layer_input"):
             return None
         rows = int(text["vocab_size_per_layer_input"])
@@ -35,8 +34,8 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class MarkTable:
-    """`count` tokens from the id `first` on have a table of their own, of so many numbers each, which is called `name`
-    in checkpoints."""
+    """The `count` tokens from id `first` on have a table of their own, with so many numbers each, called `name` in
+    checkpoints."""
 
     name: str
     first: int
@@ -47,8 +46,8 @@ class MarkTable:
 
 @dataclass(frozen=True, slots=True)
 class AlternatingShape:
-    """Between layers there are so many streams, of which layers compute the first. `scaled`: what that opens of layers'
-    own inputs is by a weight. A second residual goes by way of `residual_rank` numbers."""
+    """AltUp: there are so many streams between layers, and layers compute the first. `scaled`: the gate of per-layer
+    inputs has a weight. A second residual passes through `residual_rank` numbers."""
 
     count: int
     scaled: bool
@@ -56,7 +55,7 @@ class AlternatingShape:
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> AlternatingShape | None:
-        """None where there is one. Raises CheckpointError where it is another than the first that layers compute."""
+        """None if there is one stream. Raises CheckpointError if layers compute another stream than the first."""
         if not text.get("altup_num_inputs"):
             return None
         if text.get("altup_active_idx"):
@@ -67,23 +66,23 @@ class AlternatingShape:
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """Between layers there are so many streams, each as wide as the decoder. How they are mixed into what a part of a
-    layer is given follows from all of them, by way of `rank` numbers."""
+    """Hyper-connections: so many streams between layers, each as wide as the decoder. The input of a layer's part is
+    mixed from all of them, by weights computed from all of them through `rank` numbers."""
 
     count: int
     rank: int
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> StreamShape | None:
-        """None where there is one."""
+        """None if there is one stream."""
         count = int(text.get("hc_count") or 1)
         return cls(count, int(text["hc_lowrank"])) if count > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class BalancedShape:
-    """Between layers there are so many streams, each as wide as the decoder, which become each other by matrices that
-    are balanced in so many `rounds`; `eps` is added to what they are made of, and to what is divided by."""
+    """Manifold-constrained hyper-connections: so many streams between layers, mixed by matrices that are balanced in so
+    many `rounds`; `eps` is added to what these are made from, and to divisors."""
 
     count: int
     eps: float
@@ -91,7 +90,7 @@ class BalancedShape:
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> BalancedShape | None:
-        """None where there are none of this kind."""
+        """None if there are no such streams."""
         if not text.get("hc_mult") or "hc_magnitude" in text:
             return None
         return cls(int(text["hc_mult"]), float(text["hc_eps"]), max(1, int(text["hc_sinkhorn_iters"])))
@@ -99,9 +98,8 @@ class BalancedShape:
 
 @dataclass(frozen=True, slots=True)
 class OpenedShape:
-    """Between layers there are so many streams, each as wide as the decoder, by which gates are opened: of each as much
-    as one says goes into a part of a layer, and as much as another one says, `magnitude` at the most, of what that
-    makes is added to it. `eps` is added to both."""
+    """Gated hyper-connections: so many streams between layers, each with a gate for what goes into a layer's part, and
+    one, up to `magnitude`, for what is added from it. `eps` is added to both."""
 
     count: int
     eps: float
@@ -109,7 +107,7 @@ class OpenedShape:
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> OpenedShape | None:
-        """None where there are none of this kind."""
+        """None if there are no such streams."""
         if not text.get("hc_mult") or "hc_magnitude" not in text:
             return None
         return cls(int(text["hc_mult"]), float(text["hc_eps"]), float(text["hc_magnitude"]))
@@ -117,11 +115,10 @@ class OpenedShape:
 
 @dataclass(frozen=True, slots=True)
 class NgramShape:
-    """In these `layers`, counted from 0, each token adds embeddings of itself with the tokens before it, of n-grams of
-    2 to `size` tokens, which are found by `heads` hashes each, `width` numbers in all; a convolution of `reach` places,
-    `size` tokens apart, sees what others have added. Tables of hashes have more than `base` rows, a prime number of
-    them, and together a multiple of `multiple`, and are in `parts` in a checkpoint. Nothing is seen across the token
-    `end`."""
+    """N-gram embeddings: in these `layers`, counted from 0, each token adds embeddings of the n-grams of 2 to `size`
+    tokens that end with it, found by `heads` hashes each, `width` numbers in all; a convolution over `reach` positions,
+    `size` tokens apart, follows. Tables of hashes have more than `base` rows, a prime number each and together a
+    multiple of `multiple`, and are in `parts` in a checkpoint. N-grams do not cross the token `end`."""
 
     layers: tuple[int, ...]
     size: int
@@ -136,8 +133,8 @@ class NgramShape:
 
     @classmethod
     def of(cls, text: Mapping[str, Any]) -> NgramShape | None:
-        """None where no layer has any. Raises CheckpointError where the token that ends texts is not stated, layers are
-        meant that are not there, or a size makes no sense."""
+        """None if no layer has any. Raises CheckpointError if the end token is not stated, a layer does not exist, or a
+        size makes no sense."""
         if not (layers := text.get("ple_layer_ids")):
             return None
         ends = text.get("eos_token_id")

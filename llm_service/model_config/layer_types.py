@@ -1,4 +1,4 @@
-"""Of which kinds a configuration says that layers are, and how far tokens see in each."""
+"""The types of a configuration's layers, and how far tokens see in each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.checkpoint import CheckpointError
 from llm_service.families.family import CHUNKED, FULL, OF_ANSWERS, SLIDING, Family
 
 _WINDOW = 4096
-"""Tokens of a window whose length is not stated."""
+"""Tokens of a window if the configuration does not state it."""
 
 
 def window_length(text: Mapping[str, Any]) -> int:
@@ -19,13 +19,13 @@ def window_length(text: Mapping[str, Any]) -> int:
 
 
 def window_lengths(text: Mapping[str, Any], types: Sequence[str]) -> tuple[int, ...]:
-    """One for each layer; empty where none has any."""
+    """One for each layer; empty if no layer has a window."""
     seen = [window_length(text) if each in (SLIDING, OF_ANSWERS) else 0 for each in types]
     return tuple(seen) if any(seen) else ()
 
 
 def chunk_length(text: Mapping[str, Any], family: Family) -> int:
-    """Tokens of a chunk, of a family that has layers which attend within such; else 0."""
+    """Tokens of a chunk, if layers of the family attend within chunks; else 0."""
     if CHUNKED not in family.mixers:
         return 0
     if not text.get("attention_chunk_size"):
@@ -34,16 +34,15 @@ def chunk_length(text: Mapping[str, Any], family: Family) -> int:
 
 
 def chunk_lengths(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> tuple[int, ...]:
-    """One for each layer; empty where none has any."""
+    """One for each layer; empty if no layer has chunks."""
     chunk = chunk_length(text, family) if CHUNKED in types else 0
     chunks = tuple(chunk if each == CHUNKED else 0 for each in types)
     return chunks if chunk else ()
 
 
 def check_rotated(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> None:
-    """Raises CheckpointError where a configuration says of each layer whether it is rotated, and these are not the
-    local ones of a family whose local layers are, if there are such, or in which layers positions are scaled, and these
-    are not all."""
+    """Raises CheckpointError if the layers that a configuration rotates are not those that the family rotates, or if it
+    scales positions in some layers only."""
     kind = (text.get("rope_parameters") or {}).get("rope_type", "default")
     if kind != "default" and len(text.get("rope_scaling_layers") or types) < len(types):
         raise CheckpointError("rotary positions that are scaled in some layers alone are not supported")
@@ -55,15 +54,14 @@ def check_rotated(text: Mapping[str, Any], family: Family, types: Sequence[str])
 
 
 def check_reach(text: Mapping[str, Any], family: Family, longest: int) -> None:
-    """Raises CheckpointError where the last token of so long a context would not see the first, and the family has no
-    windows: shorter ones are as elsewhere."""
+    """Raises CheckpointError if a window is shorter than the context and the family has no windows."""
     if not family.windowed and 0 < (window := window_length(text)) < longest:
         what = "sliding-window attention is not supported"
         raise CheckpointError(f"{what}: no context may be longer than {window} tokens (--max-context)")
 
 
 def layer_types(text: dict[str, Any], family: Family) -> list[str]:
-    """One for each layer. Raises CheckpointError where one is of a kind that the family's are not served with."""
+    """The type of each layer. Raises CheckpointError for a type that the family does not support."""
     count = int(text["num_hidden_layers"])
     types: list[str] = text.get("layer_types") or _usual_types(text, family, count)
     if len(types) != count:
@@ -74,8 +72,8 @@ def layer_types(text: dict[str, Any], family: Family) -> list[str]:
 
 
 def _usual_types(text: Mapping[str, Any], family: Family, count: int) -> list[str]:
-    """Of so many layers, of which each so manieth is of full attention, or which a pattern of letters names: L for
-    those with a window, G for others. Raises CheckpointError for a pattern of anything else."""
+    """The types of so many layers, by a period of full attention or a pattern of letters: L for layers with a window, G
+    for others. Raises CheckpointError for any other pattern."""
     interval, others = text.get("full_attention_interval", 1), "linear_attention"
     if windowed := family.windowed:  # all of them have the window, unless some are said to have none
         interval, others = text.get("sliding_window_pattern") or count + 1, windowed if window_length(text) else FULL

@@ -1,6 +1,6 @@
-"""Patterns of modules' names, as peft reads `rank_pattern` and `alpha_pattern`: regular expressions that fit a name, or
-the end of one behind a dot. They come with an adapter's files, so they are not Python's: all places where a pattern may
-stand by now are followed at once, none is gone back to, and what is left of a `Budget` bounds all of it."""
+"""Patterns of module names, as peft reads `rank_pattern` and `alpha_pattern`: regular expressions that match a name, or
+its end behind a dot. They come with an adapter's files, so Python's engine is not used: all positions that a pattern
+may have reached are followed at once, without backtracking, and a `Budget` bounds the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 _Places = set[int]
 _Step = Callable[[str, _Places, "Budget"], _Places]
-"""From the places in a name where something may begin to those where it may end."""
+"""Maps the positions where a part may begin to those where it may end."""
 
 _LONGEST = 1024
 """Characters of a pattern."""
@@ -17,12 +17,12 @@ _DEEPEST = 16
 """Groups within groups."""
 _NAME = re.compile(r"\^?[\w.]+")
 _ONE = re.compile(r"\\[dDwWsS]|\\[^\w\s]|\[\^?(?:\\[dDwWsS.-]|\w(?:-\w)?|\.)+-?\]|[^\\\[\](){}|*+?^$]", re.ASCII)
-"""What stands for one character."""
+"""One character of a pattern."""
 _COUNT = re.compile(r"\{(\d{1,4})(,?)(\d{0,4})\}", re.ASCII)
 
 
 class PatternError(ValueError):
-    """A pattern is none that is read here, or takes too long; the message says why, by what of it."""
+    """A pattern is not supported, or takes too long; the message says which part and why."""
 
 
 class Budget:
@@ -32,7 +32,7 @@ class Budget:
         self._left = steps
 
     def take(self, steps: int) -> None:
-        """Raises PatternError where there are none left."""
+        """Spends steps; raises PatternError if there are none left."""
         self._left -= steps
         if self._left < 0:
             raise PatternError("takes too long, with those before it")
@@ -54,7 +54,7 @@ class NamePattern:
         self._step = None if self._plain else _Reader(text).read()
 
     def fits(self, name: str, budget: Budget) -> bool:
-        """Whether a name is this, or ends with it behind a dot. Raises PatternError where the budget is used up."""
+        """Whether a name matches, or its end behind a dot. Raises PatternError if the budget is used up."""
         if self._step is None:
             assert self._plain is not None
             budget.take(1)
@@ -91,7 +91,7 @@ class _Reader:
         return _sequence(steps)
 
     def _repeated(self, depth: int) -> _Step:
-        """One thing, as often as is said behind it. Greedy or not, a whole name fits or it does not."""
+        """One part with its repetition. Greedy and lazy ones are the same, since whole names are matched."""
         step = self._one(depth)
         least, most = 1, 1
         if self._skip("*"):
@@ -170,7 +170,7 @@ def _either(ways: list[_Step]) -> _Step:
 
 
 def _repeated(once: _Step, least: int, most: int) -> _Step:
-    """`most` below 0: without end. Behind the least, each place is gone on from once, with the fewest repeats."""
+    """`most` below 0 means no bound. Beyond `least`, each position is continued once, with the fewest repeats."""
 
     def step(name: str, places: _Places, budget: Budget) -> _Places:
         for _ in range(least):

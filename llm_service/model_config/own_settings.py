@@ -1,4 +1,5 @@
-"""What the layers of one type have of their own, as configurations say it layer by layer (`per_layer_config`)."""
+"""Settings that layers of one type have of their own, as configurations state them layer by layer
+(`per_layer_config`)."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ _KNOWN = {QUERY_HEADS} | KEY_HEADS | LATENT_SIZES
 def own_settings(
     text: Mapping[str, Any], types: Sequence[str], wanted: str, names: Collection[str]
 ) -> Mapping[str, Any]:
-    """What all layers of one of these types, and no others, have of their own among the settings `names`. Raises
-    CheckpointError where others have any, layers of one type differ, or a layer has something else of its own."""
+    """The settings, among `names`, that all layers of the type `wanted`, and no others, have of their own. Raises
+    CheckpointError if other layers have some, layers of one type differ, or a layer has any further setting of its
+    own."""
     apart = {int(layer): own for layer, own in (text.get("per_layer_config") or {}).items()}
     if unknown := sorted({name for own in apart.values() for name in own} - _KNOWN):
         raise CheckpointError(f"layers with {unknown[0]} of their own are not supported")

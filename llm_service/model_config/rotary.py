@@ -13,12 +13,12 @@ from llm_service.families.family import FULL, INDEXED, SLIDING, Family
 
 @dataclass(frozen=True, slots=True)
 class RotaryScaling:
-    """How rotary pairs turn that are made to reach further than a model was trained for: those that turn fast in
-    `original` tokens as before, slow ones `factor` times as slowly, and between `slow` and `fast` turns partly. `kind`
-    is linear (all are slow), llama3 or yarn. What is turned grows by `magnitude`; `truncate`: yarn's bounds are whole
-    pairs. Or, of the kind proportional, the first `share` of the pairs turn as before, and no others. Or, of the kind
-    longrope, each pair turns so many times as slowly as `each` says, and in sequences of more than `original` tokens as
-    `each_if_long` does."""
+    """Scaling of rotary frequencies for contexts longer than in training: pairs that turn fast within `original` tokens
+    keep their frequency, slow ones turn `factor` times as slowly, and those between `slow` and `fast` turns in between.
+    `kind` is linear (all are slow), llama3 or yarn. Results grow by `magnitude`; `truncate`: yarn's bounds are whole
+    pairs. With kind proportional, the first `share` of the pairs turn as before and the others not at all. With kind
+    longrope, each pair turns as many times as slowly as `each` says, and in sequences of more than `original` tokens as
+    `each_if_long` says."""
 
     kind: str
     factor: float
@@ -33,10 +33,10 @@ class RotaryScaling:
 
     @classmethod
     def of(cls, rope: Mapping[str, Any], max_position: int) -> RotaryScaling | None:
-        """Of the rotary settings of a configuration; None where nothing is scaled. Raises CheckpointError for a kind
-        that is not supported, and KeyError where a setting is missing."""
+        """The scaling in a configuration's rotary settings; None if there is none. Raises CheckpointError for an
+        unsupported kind, and KeyError if a setting is missing."""
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind in ("default", "mrope", "dynamic"):  # the last scales what is longer than the longest context alone
+        if kind in ("default", "mrope", "dynamic"):  # dynamic only scales beyond the longest context
             return None
         if kind == "linear":
             return cls(kind, float(rope["factor"]))
@@ -79,7 +79,7 @@ _PROPORTIONAL = "proportional"
 
 
 def _yarn_magnitude(rope: Mapping[str, Any], factor: float) -> float:
-    """What YaRN (Peng et al. 2023) multiplies cosine and sine by, unless it is stated."""
+    """The factor that YaRN (Peng et al. 2023) has for cosine and sine, unless it is stated."""
     if (stated := rope.get("attention_factor")) is not None:
         return float(stated)
 
@@ -108,8 +108,8 @@ class Tempering:
 
     @classmethod
     def of(cls, rope: Mapping[str, Any], text: Mapping[str, Any], longest: int) -> Tempering | None:
-        """Of layers with the rotary settings `rope`, as Llama 4 has it where these rotate nothing, and Ministral 3 in
-        all layers; None where no query grows in a context of `longest` tokens. Raises KeyError."""
+        """The tempering of layers with rotary settings `rope`, as in Llama 4, whose layers with it do not rotate, and
+        in Ministral 3, in all layers; None if no query grows in a context of `longest` tokens. Raises KeyError."""
         found = None
         if beta := rope.get("llama_4_scaling_beta"):
             found = cls(float(rope["original_max_position_embeddings"]), float(beta), ahead=0.0)
@@ -123,17 +123,17 @@ class Tempering:
         return int(self.floor - self.ahead)
 
     def factors(self, places: Any) -> Any:
-        """What queries at places, of a tensor of integers, are multiplied by: float32, of the same shape."""
+        """The factors of queries at these positions, an integer tensor: float32 of the same shape."""
         return ((places.float() + self.ahead) / self.floor).floor().log1p() * self.scale + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
-    """How heads are rotated: the first `dim` numbers of each, whose pairs `sections` counts for time, height, width,
-    dealt out in turns where it is `interleaved`, and with `space_first` height and width so, before time. `tempering`:
-    by how much queries grow besides. Where `own_sections` is not empty it counts the pairs of four axes, of which the
-    first is a token's own number, and `sections` nothing. `learned`: checkpoints have factors of how fast pairs turn,
-    and of how much queries grow with their places."""
+    """How heads are rotated: the first `dim` numbers of each, whose pairs `sections` assigns to time, height and width;
+    alternating if `interleaved`, and with `space_first` alternating for height and width, before time. `tempering`: how
+    much queries grow besides. If `own_sections` is not empty, it assigns pairs to four axes instead, the first of which
+    is a token's own number. `learned`: checkpoints contain frequencies, and how much queries grow with their
+    positions."""
 
     dim: int
     theta: float
@@ -195,7 +195,7 @@ def _stated(text: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 _OWN_AXES = 4
-"""Where one is a token's own number."""
+"""Axes if one is a token's own number."""
 
 
 def _theta(rope: Mapping[str, Any], text: Mapping[str, Any], dim: int) -> float:
@@ -212,7 +212,8 @@ _UNROTATED = {"rope_type": _PROPORTIONAL, "partial_rotary_factor": 0.0, "rope_th
 def rotary_settings(
     text: Mapping[str, Any], family: Family, *, local: bool
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Those of all layers, and of local ones, if they have their own; `local`: there are such."""
+    """The rotary settings of all layers, and those of local layers, if these have their own; `local`: there are local
+    layers."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if family.rope.none:
         return _UNROTATED, None

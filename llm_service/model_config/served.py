@@ -1,4 +1,4 @@
-"""What the service has to know of a model before it is loaded, whoever computes it."""
+"""What the service must know of a model before it is loaded, for both back ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llm_service.model_config.text import TextConfig
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Weights as a rank holds them: what has quantised them, if anything, what most of their numbers are then, the bits
-    of one, and where they become longer (registers or memory); bytes of all, with scales; what they are multiplied
-    with, if that is rounded to as few bits."""
+    """Weights as a rank holds them: the quantisation, if any; the type of most numbers; the bits of one; where they are
+    widened (registers or memory); bytes of all, scales included; and the type of activations, if these are rounded to
+    as few bits."""
 
     quantization: str = ""
     number: str = ""
@@ -29,7 +29,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A row has `levels` times `hidden_size` numbers; `hf` is what it says of a model that it computes."""
+    """A row has `levels` times `hidden_size` numbers; `hf` describes a model that transformers computes."""
 
     family: Family
     hidden_size: int
@@ -39,13 +39,13 @@ class ServedModel:
     hf: HfModel | None = None
 
     def max_context(self, allowed: int) -> int:
-        """Tokens of the longest context where the operator allows so many; 0: as many as the model does."""
+        """Tokens of the longest context, if the operator allows `allowed`; 0: the model's own bound."""
         return min(allowed or self.max_position, self.max_position)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, hf: HfModel | None = None) -> ServedModel:
-        """How a checkpoint is served: by a family of ours, else by transformers, which takes seconds to ask; `hf`
-        is what it has said. Raises CheckpointError where neither serves it."""
+        """How a checkpoint is served: by a family of ours, else by transformers, which takes seconds to ask; `hf` is
+        its answer, if known. Raises CheckpointError if neither serves it."""
         if find_family(checkpoint.config) is not None:
             text = TextConfig.of(checkpoint.config)
             encoder = checkpoint.config.get(text.family.encoder.section, {})

@@ -1,4 +1,4 @@
-"""What a configuration says of layers with states: gated delta nets, Mamba-2 and short convolutions."""
+"""A configuration's settings of layers with states: gated delta nets, Mamba-2 and short convolutions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
-    """Heads of Mamba-2, in groups that share what they read and write, and how long theirs and states are; the
-    convolution sees `width` tokens, and has biases or not. A prompt's tokens step by `least_step` at least."""
+    """Mamba-2: the number of heads; groups of heads, which share their input and output projections; sizes of heads and
+    states. The convolution sees `width` tokens, with or without biases. The time steps of a prompt's tokens are at
+    least `least_step`."""
 
     groups: int
     heads: int
@@ -37,8 +38,8 @@ class Mamba2Config:
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaConfig:
-    """Heads of Kimi Delta Attention, all `head_dim` long; the convolution sees `width` tokens. What fades is never
-    below `least`, the logarithm of what is left of a state; None: it has no bound."""
+    """Kimi Delta Attention: heads of size `head_dim`; the convolution sees `width` tokens. `least` bounds the logarithm
+    of the decay of a state from below; None: no bound."""
 
     heads: int
     head_dim: int
@@ -47,7 +48,7 @@ class KimiDeltaConfig:
 
 
 class GateActivation(Enum):
-    """What the gates of what gated delta nets give go through, as configurations call it."""
+    """The activation of the output gates of gated delta nets; values are names in configurations."""
 
     SILU = "silu"
     SIGMOID = "sigmoid"
@@ -65,8 +66,7 @@ def delta_net_of(text: dict[str, Any]) -> DeltaNetConfig:
 
 
 def kimi_delta_of(text: Mapping[str, Any]) -> KimiDeltaConfig:
-    """Heads of its Kimi Delta Attention. Raises CheckpointError where something else than SiLU is behind the
-    convolution."""
+    """Reads Kimi Delta Attention. Raises CheckpointError if the convolution's activation is not SiLU."""
     if (activation := text.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"Kimi Delta Attention with the activation {activation} is not supported")
     least = text.get("linear_lower_bound")
@@ -79,7 +79,7 @@ def kimi_delta_of(text: Mapping[str, Any]) -> KimiDeltaConfig:
 
 
 def delta_gates_of(text: Mapping[str, Any]) -> GateActivation:
-    """What the gates of these go through; CheckpointError where that is unknown."""
+    """The activation of output gates; raises CheckpointError if it is unknown."""
     kind = text.get("output_gate_type") or GateActivation.SILU.value
     if kind not in {each.value for each in GateActivation}:
         raise CheckpointError(f"gates of delta nets by {kind} are not supported")
@@ -87,7 +87,7 @@ def delta_gates_of(text: Mapping[str, Any]) -> GateActivation:
 
 
 def mamba2_of(text: Mapping[str, Any]) -> Mamba2Config:
-    """Heads of its Mamba-2 layers; CheckpointError where something that is not supported is asked for."""
+    """Reads Mamba-2; raises CheckpointError if a setting is not supported."""
     if unknown := next((name for name in ("use_bias", "mlp_bias") if text.get(name)), None):
         raise CheckpointError(f"{unknown} is not supported")
     if (activation := text.get("mamba_hidden_act", "silu")) != "silu":
@@ -104,7 +104,7 @@ def mamba2_of(text: Mapping[str, Any]) -> Mamba2Config:
 
 
 def convolution_width_of(text: Mapping[str, Any]) -> int:
-    """Tokens that a short convolution sees; CheckpointError where it has biases."""
+    """Tokens that a short convolution sees; raises CheckpointError if it has biases."""
     if text.get("conv_bias"):
         raise CheckpointError("short convolutions with biases are not supported")
     return int(text["conv_L_cache"])

@@ -1,4 +1,4 @@
-"""What config.json states of a quantised checkpoint, and what it suggests of a KV cache."""
+"""What config.json states about a quantised checkpoint, and the KV cache it suggests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 def stated_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`quantization_config`, empty where there is none. What hf_quant_config.json has in a section of its own, and
-    some config.json as well, is as the rest."""
+    """`quantization_config`, empty if there is none. Settings that hf_quant_config.json, and some config.json, keep in
+    a section are merged into it."""
     text = config.get("text_config") or {}
     given: Mapping[str, Any] = config.get("quantization_config") or text.get("quantization_config") or {}
     return {"quant_method": "modelopt", **given, **given["quantization"]} if "quantization" in given else given
 
 
 def cache_type_of(config: Mapping[str, Any]) -> str:
-    """What a quantised checkpoint suggests as the type of a KV cache; empty where it suggests none."""
+    """The type of KV cache that a quantised checkpoint suggests; empty if none."""
     scheme = _cache_scheme(config)
     return f"{scheme.get('type')}{scheme.get('num_bits')}" if isinstance(scheme, Mapping) else str(scheme)
 

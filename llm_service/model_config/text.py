@@ -100,17 +100,17 @@ class TextConfig:
     max_position: int
     """Tokens of the longest context."""
     experts: int = 0
-    """Above 0, every `sparse_step`-th layer but the `dense_layers` is a mixture of so many."""
+    """Number of experts in every `sparse_step`-th layer, except the `dense_layers`; 0: no experts."""
     experts_per_token: int = 0
     expert_size: int = 0
     shared_expert_size: int = 0
-    """Of the expert that all tokens go through beside those of a mixture; 0: there is none."""
+    """Inner size of the shared expert; 0: none."""
     latent_size: int = 0
     """Numbers made of a token that experts get; 0: all that it has."""
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
     grouped: GroupedExperts | None = None
-    """In which groups experts are, if in any."""
+    """The groups of experts, if any."""
     expert_scale: float | None = None
     """Chosen experts count by their probabilities among all, times this; None: by these over their sum."""
     delta_net: DeltaNetConfig | None = None
@@ -119,14 +119,13 @@ class TextConfig:
     """Tokens that short convolutions see."""
     activation: Activation = Activation.SILU
     windows: tuple[int, ...] = ()
-    """By layer, how many tokens one sees there, 0: all; empty: there are no windows."""
+    """By layer, the tokens of its window, 0: no window; empty: no layer has one."""
     chunks: tuple[int, ...] = ()
-    """By layer, of how many tokens the chunks are that a sequence is cut into there, 0: of none; empty: there are
-    none."""
+    """By layer, the tokens of the chunks that sequences are cut into, 0: none; empty: no layer has any."""
     qk_norm: bool = False
     """Heads of queries and keys are normed."""
     out_eps: float | None = None
-    """That of norms behind parts of layers; None: the usual."""
+    """The eps of norms behind parts of layers; None: the usual one."""
     gates: tuple[Gates | None, ...] = ()
     """By layer, `LayerKind.gates`; empty: none has any."""
     expert_gates: tuple[Gates | None, ...] = ()
@@ -134,48 +133,48 @@ class TextConfig:
     window_rotary: RotaryConfig | None = None
     """How heads are rotated in layers with windows or chunks; None: as in others."""
     spans: SpanRule = SpanRule.NOWHERE
-    """In which layers rows of one run see each other."""
+    """The layers in which rows of one run see each other."""
     attention_scale: float | None = None
-    """What products of queries and keys are multiplied by; None: head_dim^-0.5."""
+    """The factor of products of queries and keys; None: head_dim^-0.5."""
     attention_cap: float | None = None
-    """What scores of attention are drawn below."""
+    """The soft cap of attention scores."""
     full_heads: HeadShape | None = None
-    """Heads of keys and values in layers without a window, where they are others."""
+    """Heads of keys and values of layers without a window, if they differ."""
     local_heads: int | None = None
-    """Heads of queries in layers with a window, where they are others."""
+    """Heads of queries of layers with a window, if they differ."""
     shared_layers: int = 0
-    """So many layers, the last ones, attend to keys and values of the last one before them that has their window."""
+    """The last so many layers use the keys and values of the last layer before them with the same window."""
     wide_shared: bool = False
     """Their feed-forward parts are twice as wide."""
     latent: LatentHeads | None = None
     """Heads of layers with latent attention."""
     local_latent: LatentHeads | None = None
-    """Those of these with a window, where they are others."""
+    """The latent heads of layers with a window, if they differ."""
     layer_inputs: LayerInputs | None = None
     """Layers have inputs of their own."""
     embedding_multiplier: float = 1.0
     """For all that enters the first layer, rows of media as well."""
     residual_multiplier: float = 1.0
-    """For what each part of a layer adds."""
+    """The factor of what each part of a layer adds."""
     logit_scale: float = 1.0
     """For logits."""
     logit_cap: float | None = None
-    """What no logit exceeds: cap · tanh(x / cap)."""
+    """The soft cap of logits: cap · tanh(x / cap)."""
     level_layers: tuple[int, ...] = ()
-    """Layers before which levels of rows, the first as well, are added, of transformers' configurations; empty: the
-    first is among embeddings, and the others are added behind the first layers."""
+    """Layers before which levels of rows are added, the first level included, as transformers configures it; empty: the
+    first level is among the embeddings, and the others are added behind the first layers."""
     media_expert_size: int = 0
-    """Where experts are chosen by modality: of those of media, and of the marks around them."""
+    """If experts are chosen by modality: the inner size of those for media and the marks around them."""
     least_weight: float = 0.0
-    """What the sum of chosen experts' probabilities is taken to be at the least."""
+    """The least value that the sum of the chosen experts' probabilities counts as."""
     media_tokens: tuple[int, ...] = ()
     """Tokens of media's experts, of transformers' configurations."""
     pooled_size: int = 0
-    """Numbers of a row of experts whose rows are narrower than a layer's; 0: there are no such."""
+    """Width of the input of experts that are narrower than the layer; 0: there are none."""
     router_multiplier: float = 1.0
-    """For what a router of these gives."""
+    """The factor of the router's output for these."""
     gate_temperature: float = 1.0
-    """What gates of layers are divided by."""
+    """The divisor of layers' gates."""
     index: IndexShape | None = None
     token_index: TokenIndexShape | None = None
     block_index: BlockIndexShape | None = None
@@ -183,13 +182,13 @@ class TextConfig:
     ngrams: NgramShape | None = None
     delta_gates: GateActivation = GateActivation.SILU
     table_rows: int = 0
-    """Of the table of tokens; 0: as many as the head has."""
+    """Rows of the token table; 0: as many as the head has."""
     together: tuple[int, ...] = ()
-    """Tokens of media, where all media of a prompt see each other."""
+    """Media tokens that all see each other within a prompt."""
     adds_rows: bool = False
-    """Rows are added to what the table of tokens has for their places."""
+    """Rows are added to the token embeddings at their positions."""
     alternating: AlternatingShape | None = None
-    """There are several streams, of which layers compute one."""
+    """AltUp: there are several streams, and layers compute one."""
     cut_shares: tuple[float, ...] = ()
     """By layer, `LayerKind.cut_share`; empty: none has any."""
     inner_sizes: tuple[int, ...] = ()
@@ -197,29 +196,28 @@ class TextConfig:
     mark_tables: tuple[MarkTable, ...] = ()
     """Tables of marks, of transformers' models."""
     latent_sources: tuple[int, ...] = ()
-    """By layer, whose latents it has; empty: its own."""
+    """By layer, the layer whose latents it uses; empty: its own."""
     unrotated_layers: frozenset[int] = frozenset()
     """Layers whose latents have no rotated numbers."""
     shared_choices: frozenset[int] = frozenset()
-    """Layers that see what the last one before them chose by its index."""
+    """Layers that attend to what the last layer before them chose by its index."""
     kimi_delta: KimiDeltaConfig | None = None
     balanced: BalancedShape | None = None
-    """There are several streams, which are mixed among each other as well."""
+    """There are several streams, mixed by balanced matrices."""
     opened: OpenedShape | None = None
-    """There are several streams, which are added to by gates."""
+    """There are several streams with gates."""
     unsaid: tuple[int, ...] = ()
     """Tokens that are in prompts alone."""
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         return len(self.mixers)
 
     @property
     def entry_scale(self) -> float:
-        """What embeddings and rows are multiplied by. The sum that layers add to is kept divided by the residual
-        multiplier, so that nothing that is added need be multiplied: norms of it do not see that, but for
-        `residual_eps`."""
+        """The factor of embeddings and rows. The residual is kept divided by the residual multiplier, so that nothing
+        that is added needs to be multiplied; norms do not notice, except for `residual_eps`."""
         return self.embedding_multiplier / self.residual_multiplier
 
     @property
@@ -228,12 +226,12 @@ class TextConfig:
         return self.norm_eps / self.residual_multiplier**2
 
     def levels_behind(self, count: int) -> dict[int, int]:
-        """By the layer behind which it is added, -1: before all, the level of so many. A layer takes the last of those
-        that are for it."""
+        """The layer behind which each level is added, -1: before all, of so many levels. A layer takes the last of the
+        levels for it."""
         return {layer - 1: level for level, layer in enumerate(self.level_layers or range(1, count + 1))}
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """What a layer, counted from 0, is made of."""
+        """The parts of a layer, counted from 0."""
         sparse = self.experts > 0 and layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
         keys_of = self._keys_of(layer)
         feed_forward = self.family.moe.kind if sparse else FeedForwardKind.DENSE
@@ -255,7 +253,7 @@ class TextConfig:
 
     @property
     def stream_count(self) -> int:
-        """How many streams there are between layers."""
+        """Number of streams between layers."""
         shape = self.streams or self.balanced or self.opened
         return 1 if shape is None else shape.count
 
@@ -274,8 +272,8 @@ class TextConfig:
         return self.windows[layer] if self.windows else 0
 
     def _keys_of(self, layer: int) -> int | None:
-        """The layer whose keys and values, or latents, one attends to, None: its own. Raises CheckpointError where
-        there is none."""
+        """The layer whose keys and values, or latents, this one uses; None: its own. Raises CheckpointError if there is
+        none."""
         if self.latent_sources:
             source = self.latent_sources[layer]
             return None if source == layer else source
@@ -293,7 +291,7 @@ class TextConfig:
 
     @property
     def embedding_eps(self) -> float | None:
-        """With which embeddings are normed; None where they are not."""
+        """The eps of the norm of embeddings; None if they are not normed."""
         return self.norm_eps if self.family.vocabulary.normed_embeddings else None
 
     def head_shape(self, kind: LayerKind) -> HeadShape:
@@ -308,18 +306,18 @@ class TextConfig:
         return found if kind.rotated else found.unrotated
 
     def max_context(self, allowed: int) -> int:
-        """Tokens of the longest context where the operator allows so many; 0: as many as the model does."""
+        """Tokens of the longest context, if the operator allows `allowed`; 0: the model's own bound."""
         return min(allowed or self.max_position, self.max_position)
 
     @classmethod
     def of(cls, config: dict[str, Any], max_context: int = 0) -> TextConfig:
-        """Reads config.json: Qwen2-VL's text fields stand at its top level on the hub, under `text_config` in newer
-        saves; rotary settings are `rope_scaling` with `rope_theta` beside it, or `rope_parameters` with it inside, of
-        which layers with a window may have their own. No context is longer than `max_context`, 0: than the model's own
+        """Reads config.json. Qwen2-VL's text settings are at the top level in published files, and under `text_config`
+        in newer ones; rotary settings are `rope_scaling` with `rope_theta` beside it, or `rope_parameters` with it
+        inside, of which layers with a window may have their own. `max_context` bounds the context, 0: the model's own
         bound.
 
-        Raises CheckpointError where the family is not served, or a field is missing or asks for something that is not
-        supported, in a context of that length.
+        Raises CheckpointError if the family is not served, or a field is missing or asks for something unsupported, in
+        a context of that length.
         """
         try:
             return cls._read(config, family_of(config), max_context)
@@ -435,7 +433,7 @@ class _Heads:
     def of(
         cls, text: Mapping[str, Any], family: Family, types: Sequence[str], max_position: int, max_context: int
     ) -> _Heads:
-        """Those of layers of these types, in contexts of up to `max_context` tokens, 0: `max_position`."""
+        """The heads of layers of these types, in contexts of up to `max_context` tokens, 0: `max_position`."""
         rope, window_rope = rotary_settings(text, family, local=window_length(text) + chunk_length(text, family) > 0)
         longest = min(max_context or max_position, max_position)
         check_reach(text, family, longest)
@@ -470,8 +468,8 @@ class _Heads:
 
 
 def _experts(text: Mapping[str, Any], family: Family, types: Sequence[str]) -> int:
-    """How many experts a mixture has; 0 where no layer is one. Raises CheckpointError where weights of those chosen are
-    not as they are here."""
+    """Number of experts; 0 if no layer has any. Raises CheckpointError if the weights of chosen experts are computed in
+    an unsupported way."""
     if not (family.moe.unnormalised or text.get("norm_topk_prob", True)):
         raise CheckpointError("experts whose weights do not sum up to 1 are not supported")
     return 0 if family.layers.single_parts and EXPERTS_ALONE not in types else experts_of(text)
@@ -482,7 +480,7 @@ def _grouped(text: Mapping[str, Any], family: Family) -> GroupedExperts | None:
 
 
 _WHOLLY_ROTATED = {"partial_rotary_factor": 1.0}
-"""Settings of the numbers that are rotated of a latent and of its queries, which are counted apart from others."""
+"""Settings of the rotated numbers of latents and their queries, which are counted apart from others."""
 
 
 def _norm_eps(text: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""Settings of texts by which transformers computes something that our decoder has not."""
+"""Settings of texts that transformers supports and our decoder does not."""
 
 from __future__ import annotations
 

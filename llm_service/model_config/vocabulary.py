@@ -1,4 +1,4 @@
-"""What a configuration says of the table of tokens, of the head of logits, and of multipliers."""
+"""A configuration's settings of the token table, the head of logits, and multipliers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llm_service.families.family import Family
 
 
 def tied_of(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> bool:
-    """Whether the head is the table of tokens. Raises CheckpointError where it cannot be."""
+    """Whether the head is the token table. Raises CheckpointError if it cannot be."""
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     if tied and family.vocabulary.normed_embeddings:
         raise CheckpointError("a head that is tied to embeddings which are normed is not supported")
@@ -30,7 +30,7 @@ def table_rows(text: Mapping[str, Any]) -> int:
 
 
 def multiplier(text: Mapping[str, Any], name: str) -> float:
-    """What a configuration calls so; 1 where it does not."""
+    """The setting with this name; 1 if it is missing."""
     found = float(text.get(name) or 1.0)
     if found < 0:
         raise CheckpointError(f"a {name} below 0 is not supported")
@@ -38,5 +38,5 @@ def multiplier(text: Mapping[str, Any], name: str) -> float:
 
 
 def logit_scale(text: Mapping[str, Any], family: Family) -> float:
-    """What logits are multiplied by."""
+    """The factor of logits."""
     return multiplier(text, family.vocabulary.logit_scale) / multiplier(text, family.vocabulary.logit_divisor)
