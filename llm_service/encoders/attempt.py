@@ -37,6 +37,11 @@ class Attempt:
         return self.stream is not None and self.stream.begun
 
     @property
+    def owes(self) -> str:
+        """What of the item is to come from there next: its `header` or its `rows`."""
+        return "header" if self.header is None else "rows"
+
+    @property
     def waited(self) -> float:
         """Seconds for which the encoder has had the item and given no row of it, but for time in which it waits for
         others; 0 where rows have come. Who is slow with items that it has is to blame for those that wait for room."""

@@ -94,7 +94,7 @@ class Fetch:
         self._lapses = 0
         self._broke = False
         self._attempt: Attempt | None = None
-        self._hedged = False
+        self._hedged: set[str] = set()  # over what of it another encoder was asked as well
         self._states_rows = False
         patient_until = min(monotonic() + context.patience, request.deadline or float("inf"))
         self._choice = EncoderChoice(context.pool, self._affinity, request, item.field, patient_until)
@@ -197,9 +197,11 @@ class Fetch:
         replica = await choice.next()
         if not number and not self._broke:
             context.budget.earn()
-        self._attempt = Attempt(replica, number)
+        own = self._attempt = Attempt(replica, number)
         choice.on_sending()
         header = await self._race(partial(self._fetch_header, first=first))
+        if self._attempt is own:
+            del choice.tried[number + 1 :]  # who was asked as well may still be asked for the rows
         self.header = header
         context.header_cache.remember(self._names(header), header, self._salt, self._affinity)
 
@@ -281,7 +283,8 @@ class Fetch:
         return True
 
     def _take_back(self, hedge: Attempt) -> None:
-        self._hedged = False
+        assert self._attempt is not None
+        self._hedged.discard(self._attempt.owes)
         self._choice.tried.remove(hedge.replica.address)
         self._context.budget.give_back()
         self._context.counters.retries -= 1
@@ -299,16 +302,16 @@ class Fetch:
 
     def _elsewhere(self, own: Attempt, waited: float) -> Replica | None:
         """An encoder at which an item would wait far less than it has at its own, which turns slow by that. It is asked
-        for at another one once, a retry is spent on that, and none is sought for what may be deadly, or lies at its
-        own alone."""
+        for at another one once for its header, before which no device has it, and once for its rows; a retry is spent
+        on that, and none is sought for what may be deadly, or lies at its own alone."""
         context = self._context
-        if self._hedged or isinstance(self.item.source, Key) or context.pool.is_suspect(self._affinity):
+        if own.owes in self._hedged or isinstance(self.item.source, Key) or context.pool.is_suspect(self._affinity):
             return None
         patches = 0 if self.header is None else self.header.grid.patches
         replica = self._choice.another(lambda replica: FAR_LONGER * replica.expected(patches) <= waited)
         if replica is None or not context.budget.spend():
             return None
-        self._hedged = True
+        self._hedged.add(own.owes)
         context.counters.retries += 1
         if own.replica.pace.on_overdue():
             _log.warning(

@@ -172,9 +172,13 @@ class Bench:
 
     def first_and_second(self, data: bytes) -> tuple[ScriptedEncoder, ScriptedEncoder]:
         """The encoder that is asked first for an item, and the other."""
+        first, second, *_ = self.by_rank(data)
+        return first, second
+
+    def by_rank(self, data: bytes) -> list[ScriptedEncoder]:
+        """The encoders in the order in which they are asked for an item."""
         identity = key_of(data)
-        ranked = sorted(self.encoders, key=lambda e: hashlib.sha256(identity + e.address.encode()).digest())
-        return ranked[0], ranked[1]
+        return sorted(self.encoders, key=lambda e: hashlib.sha256(identity + e.address.encode()).digest())
 
 
 async def eventually(holds: Callable[[], object]) -> None:

@@ -92,6 +92,49 @@ async def test_an_item_that_gets_no_row_is_asked_for_at_another_encoder_as_well(
         await eventually(lambda: not first.open)
 
 
+async def test_who_is_first_to_give_the_header_may_hang_over_the_rows() -> None:
+    async with bench(*(ScriptedEncoder() for _ in range(3)), hedge=HEDGE) as b:
+        await b.usable(3)
+        first, second, third = b.by_rank(b"picture")
+        first.script, second.script = [is_alive], [is_alive_after_the_header]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert [len(each.calls) for each in (first, second, third)] == [1, 1, 1]
+        assert b.receiver.counters.retries == 2
+        assert [replica_of(b, each).pace.slow for each in (first, second, third)] == [True, True, False]
+        await eventually(lambda: not (first.open or second.open))
+
+
+async def test_who_was_late_with_the_header_may_be_asked_for_the_rows() -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), hedge=HEDGE) as b:
+        await b.usable(2)
+        first, second = b.by_rank(b"picture")
+
+        async def hangs_after_a_late_header(call: Call) -> None:
+            await is_alive(call, lambda: second.calls)
+            await is_alive_after_the_header(call)
+
+        first.script, second.script = [hangs_after_a_late_header], [is_alive, well]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert (len(first.calls), len(second.calls)) == (1, 2)
+
+
+async def test_no_third_encoder_computes_an_item() -> None:
+    """That may be what they hang over."""
+    async with bench(*(ScriptedEncoder() for _ in range(3)), hedge=HEDGE) as b:
+        await b.usable(3)
+        first, second, third = b.by_rank(b"picture")
+
+        async def is_late(call: Call) -> None:
+            await call.header()
+            await is_alive(call, lambda: replica_of(b, second).expected(12) > 3 * HEDGE)
+            await call.rows(0, ROWS)
+            await call.done()
+
+        first.script, second.script = [is_late], [is_alive_after_the_header]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert [len(each.calls) for each in (first, second, third)] == [1, 1, 0]
+
+
 async def test_all_items_that_wait_at_a_slow_encoder_go_to_others_by_their_rank() -> None:
     async with bench(*(ScriptedEncoder() for _ in range(3)), rows=8 * ROWS, hedge=HEDGE) as b:
         await b.usable(3)
