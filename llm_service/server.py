@@ -65,8 +65,8 @@ _COMPILE_SECONDS = 0.7
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is known of a model before anything is opened. `names` are what requests may ask for, the first is its own;
-    `own_adapters` are the checkpoint's own, folders by modality. `kv_layout` is empty where no KV blocks are
+    """A model as known before anything is opened. `names` are the names that requests may use, its own first;
+    `own_adapters` are the checkpoint's own adapters, folders by modality. `kv_layout` is empty if no KV blocks are
     exchanged."""
 
     checkpoint: Checkpoint
@@ -80,7 +80,7 @@ class _Model:
 
     @classmethod
     async def read(cls, config: LlmConfig) -> _Model:
-        """Raises CheckpointError where it cannot be served, or not so."""
+        """Reads the checkpoint. Raises CheckpointError if it cannot be served as configured."""
         checkpoint = Checkpoint.resolve(config.model, config.revision)
         served = await tasks.to_thread(ServedModel.of, checkpoint)
         settings = _engine_settings(config, checkpoint, served)
@@ -95,7 +95,7 @@ class _Model:
 
     @property
     def name(self) -> str:
-        """What answers and metrics call it."""
+        """The model's name in answers and metrics."""
         return self.names[0]
 
     @property
@@ -109,7 +109,7 @@ class _Model:
 
 
 def _prompts(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> PromptBuilder:
-    """Raises CheckpointError where there is no template, or not the one that was named."""
+    """Raises CheckpointError if there is no template, or not the configured one."""
     marks = OutputMarks.named(config.tool_call_parser, config.reasoning_parser)
     given: dict[str, Any] = {
         "template_variables": config.default_chat_template_kwargs,
@@ -126,9 +126,9 @@ def _prompts(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> 
 
 
 async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
-    """Serves until SIGTERM or SIGINT, with an engine that runs `engine_module`.
+    """Serves until SIGTERM or SIGINT; the engine runs `engine_module`.
 
-    Raises CheckpointError, OSError or Internal where it cannot begin.
+    Raises CheckpointError, OSError or Internal if it cannot start.
     """
     log.configure(config.log_level, service="llm")
     stderr_capture.start()
@@ -140,7 +140,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
     async with AsyncExitStack() as running:
         running.push_async_callback(tasks.to_thread, tracing.stop)
         grpc_server = GrpcServer(config, [SERVICE])
-        running.push_async_callback(grpc_server.server.stop, None)  # where it does not come to draining
+        running.push_async_callback(grpc_server.server.stop, None)  # if it ends before draining
         sessions = Sessions(_session_limits(config))
         encoder_cache, engine = _cache_and_engine(
             config,
@@ -190,7 +190,7 @@ def _adapters_at_start(config: LlmConfig, model: _Model) -> list[tuple[str | Non
 def _cache_and_engine(
     config: LlmConfig, model: _Model, sessions: Sessions, module: str, on_ready: Callable[[bool], None]
 ) -> tuple[EncoderCache, EngineClient]:
-    """The rows, and the engine that reads them where they are."""
+    """The encoder cache, and the engine that reads its rows."""
     encoder_cache = EncoderCache(
         config.row_cache_bytes,
         model.layout,
@@ -214,15 +214,15 @@ def _cache_and_engine(
 
 
 def _kv_host(config: LlmConfig) -> SharedBuffer:
-    """The memory of all ranks for KV blocks on the host, where the front has a part in it. It is taken while the model
-    is loaded: page by page, that takes longer than to bring blocks there."""
+    """The memory of all ranks for KV blocks on the host, if the front shares it. It is allocated while the model is
+    loaded: page by page that takes longer than copying blocks there."""
     memory = SharedBuffer.create("kv blocks", config.tp * config.kv_host_bytes)
     tasks.in_daemon_thread(memory.populate)
     return memory
 
 
 def _prefill_services(config: LlmConfig, model: _Model, engine: EngineClient) -> PrefillServices | None:
-    """What has prompts computed elsewhere, where that is wanted; nothing of it is started."""
+    """The services that compute prompts for this one, if configured; not started yet."""
     if not config.prefill_services:
         return None
     assert engine.blocks is not None, "blocks are exchanged"
@@ -263,7 +263,7 @@ def _components(
     nixl: NixlReader | None,
     prefills: PrefillServices | None,
 ) -> Components:
-    """Everything that answers requests; nothing of it is started."""
+    """The parts that answer requests; not started yet."""
     prompts, checkpoint = model.prompts, model.checkpoint
     media = MediaLayout.of(checkpoint.config, model.served.family)
     mirrors = engine.mirrors if config.row_mirror else None
@@ -327,7 +327,7 @@ def _components(
 
 
 async def _started(grpc_server: GrpcServer, components: Components) -> bool:
-    """The engine serves; False where a signal came first. Raises CheckpointError or Internal where it cannot."""
+    """Waits for the engine; False if a signal came first. Raises CheckpointError or Internal if it cannot serve."""
     starting = asyncio.create_task(components.engine.start())
     stopped = asyncio.create_task(grpc_server.wait())
     await components.pool.start()
@@ -349,9 +349,9 @@ async def _started(grpc_server: GrpcServer, components: Components) -> bool:
 
 
 async def _prove_idle(components: Components) -> None:
-    """Says so where something is still held when every request is over: that is a defect, and the service ends anyway.
+    """Logs a defect if something is still held when every request is over; the service ends anyway.
 
-    Nothing is said where the grace time ended before the last request did.
+    Nothing is checked if the grace period ended before the last request.
     """
     if components.generator.open_requests:
         return
@@ -365,7 +365,7 @@ async def _prove_idle(components: Components) -> None:
 
 
 async def _nixl(config: LlmConfig, model: _Model, running: AsyncExitStack) -> NixlReader | None:
-    """What reads encoders' memory, where it is wanted, until `running` ends. Raises NixlError."""
+    """Reads encoders' memory by NIXL, if configured, until `running` ends. Raises NixlError."""
     if not config.nixl:
         return None
     reader = NixlReader(config.nixl, config.nixl_bytes, model.layout.dtype)
@@ -377,8 +377,8 @@ async def _nixl(config: LlmConfig, model: _Model, running: AsyncExitStack) -> Ni
 async def _kv_events(
     config: LlmConfig, components: Components, running: AsyncExitStack
 ) -> Callable[[], tuple[int, int]] | None:
-    """Publishes what becomes of KV blocks, where that is wanted, until `running` ends; how many batches were published
-    and dropped. Raises OSError."""
+    """Publishes KV events, if configured, until `running` ends. Returns how many batches were published and dropped.
+    Raises OSError."""
     if not config.kv_events:
         return None
     try:
@@ -511,8 +511,8 @@ def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMo
 
 
 def _adapter_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> dict[str, Any]:
-    """Slots, and where adapters are read from: the operator's folder, or the checkpoint's own where that has some.
-    Raises CheckpointError where both are wanted."""
+    """The slots of adapters and where they are read from: the operator's folder, or the checkpoint's own. Raises
+    CheckpointError if both are configured."""
     own = set(served.hf.adapters.values()) if served.hf is not None else set[str]()
     if not own:
         folder = config.lora_dir and str(Path(config.lora_dir).resolve())

@@ -1,4 +1,4 @@
-"""The LLM service's RPCs: who is asked for what; `convert` turns messages into nouns and nouns into messages."""
+"""The LLM service's RPCs; `convert` turns messages into nouns and back."""
 
 from __future__ import annotations
 
@@ -191,6 +191,6 @@ class LlmServicer(LlmServiceServicer):
         request: llm_pb2.LlmServiceFlushCacheRequest,
         context: Context[llm_pb2.LlmServiceFlushCacheRequest, llm_pb2.LlmServiceFlushCacheResponse],
     ) -> llm_pb2.LlmServiceFlushCacheResponse:
-        """Empties both caches of what no request uses."""
+        """Removes from both caches everything that no request uses."""
         blocks = await self._components.engine.flush()
         return llm_pb2.LlmServiceFlushCacheResponse(kv_blocks=blocks, row_bytes=self._components.encoder_cache.flush())

@@ -1,4 +1,4 @@
-"""What an engine is told before anything else."""
+"""The settings of an engine process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRAFT_HEADS = "mtp", "eagle3"
 
 
 class CacheDtype(StrEnum):
-    """What keys and values are kept in."""
+    """The element type of the KV cache."""
 
     AUTO = "auto"
     """As they are computed."""
@@ -24,17 +24,17 @@ class CacheDtype(StrEnum):
 
 
 class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What to load, where, and how much to hold; sizes are in bytes for each rank, `rank_timeout` in seconds.
+    """The model to load, where, and the sizes of everything; sizes are in bytes for each rank, `rank_timeout` in
+    seconds.
 
-    There are `max_loras` slots for adapters, 0 where there is no `lora_dir`; an adapter may name as its base what is
-    among `base_names`.
+    There are `max_loras` slots for adapters, 0 without a `lora_dir`; an adapter's base must be among `base_names`.
 
-    `kv_cache_bytes` 0: `kv_memory_share` of what is free; that 0: the default for the device. `kv_host_bytes` are the
-    host's, for blocks that have to make way; 0: none; `kv_host_fd` is the shared memory that all ranks of the host have
-    them in, one after the other, 0: each has its own. With `kv_events` the front hears which blocks can be found.
-    `kv_cache_suggested`: the checkpoint suggests `kv_cache_dtype`, and nobody asked for it.
-    `hf`: what transformers says of a model that it computes; None for a family of ours. `grows_steps`:
-    `max_step_tokens` are the device's, and may be more where a model computes an item's rows, or a prompt, at once.
+    `kv_cache_bytes` 0 means `kv_memory_share` of free memory, and that 0 the device's default. `kv_host_bytes` is the
+    host memory for evicted blocks, 0: none; `kv_host_fd` is the shared memory in which all ranks of the host have
+    theirs, one after the other, 0: each has its own. With `kv_events` the front is told which blocks can be found.
+    `kv_cache_suggested`: `kv_cache_dtype` is the checkpoint's suggestion. `hf` describes a model that transformers
+    computes; None for a family of ours. `grows_steps`: `max_step_tokens` is the device's default, and may grow for a
+    model that computes an item's rows, or a prompt, at once.
     """
 
     model: str
@@ -89,16 +89,16 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def draft_rows(self) -> int:
-        """Tokens of a step that verifies drafts, at most: as many as a device computes while it waits for weights of
-        16 bits, those of a GPU by its ratio of arithmetic to memory."""
+        """Most tokens of a step that verifies drafts: as many as a device computes while it reads weights of 16 bits,
+        for a GPU by its ratio of arithmetic to memory bandwidth."""
         return min(self.max_step_tokens, 16 if self.device == "cpu" else 256)
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rank of a tensor-parallel group a process is, and where the group meets.
+    """The rank of a process in its tensor-parallel group, and where the group meets.
 
-    `size` ranks are spread evenly over `nodes` hosts, `device` is the first one of each host; a rank that is silent for
-    `timeout` seconds is lost. `model` is the checkpoint's place on this host.
+    `size` ranks are spread evenly over `nodes` hosts, and `device` is the first of each host; a rank that is silent for
+    `timeout` seconds is lost. `model` is the checkpoint's path on this host.
     """
 
     rank: int
@@ -118,7 +118,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_on_first_host(self) -> bool:
-        """This rank runs where rank 0 does."""
+        """Whether this rank runs on the host of rank 0."""
         return self.rank < self.ranks_per_host
 
     @property

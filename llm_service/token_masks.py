@@ -1,5 +1,4 @@
-"""Which tokens of a vocabulary may be chosen: bit i of a little-endian mask says whether token i may; an empty mask
-allows any."""
+"""Masks of the tokens that may be chosen: bit i of a little-endian mask allows token i; an empty mask allows all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a model for the words of a sound, in the conversation by which it was taught to give them."""
+"""Asks a model for the words of a sound, in the form of conversation that it was trained for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llm_service.request import ChatPrompt, MediaItem, Message
 
 
 class Transcriber:
-    """Asks one model. `thinking` is what its template is told of that; `lacking`, a token that its answers are begun
-    with, and that the checkpoint has not."""
+    """Asks one model. `thinking` is passed to its template; `lacking` names a token that its answers begin with and
+    that the checkpoint lacks."""
 
     def __init__(self, asked: Transcription | None = None, *, thinking: bool | None = None, lacking: str = "") -> None:
         self.asked: Final = asked or Transcription()
@@ -30,8 +30,8 @@ class Transcriber:
         return cls(asked, thinking=False if prompts.template.knows_thinking else None, lacking=lacking)
 
     def prompt(self, sound: MediaItem, *, language: str = "", prompt: str = "", turns: bool = False) -> ChatPrompt:
-        """The conversation: what is spoken, what the caller says beside the sound, and whether who speaks when is
-        wanted. Raises InvalidInput for what is no sound, and for what the model cannot be told."""
+        """The conversation, for a sound in a given language, with the caller's own prompt, and with turns of speakers
+        if wanted. Raises InvalidInput for an item that is not a sound, and for options that the model does not have."""
         asked = self.asked
         if sound.modality is not Modality.AUDIO:
             raise InvalidInput("a transcription needs a sound", reason="NO_SOUND", field=sound.field)
@@ -53,7 +53,7 @@ class Transcriber:
         return ChatPrompt(tuple(messages), thinking=self._thinking, opening=opening)
 
     def _language(self, given: str) -> str:
-        """Its code; empty where none is given."""
+        """The language's code; empty if none is given."""
         if not given:
             return ""
         field, code = "transcription.language", code_of(given)

@@ -1,9 +1,6 @@
-"""State slots, for models whose layers have states: one for each running sequence; the others hold snapshots.
-
-A snapshot is the state after a block's last token, kept under that block's identity. The step that computes the state
-copies it, and it can be found once the identity is known. The snapshot that is worth least is evicted for a sequence or
-for a new snapshot.
-"""
+"""State slots, for models whose layers have states: one for each running sequence; the others hold snapshots, each the
+state after a block's last token under that block's identity. The step that computes a state copies it, and it can be
+found once the identity is known. The least valuable snapshot is evicted for a sequence or for a new snapshot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A process that compiles structures: `python -m llm_service.grammar SOCKET_FD`, started by the front, never by hand.
+"""A process that compiles structures: `python -m llm_service.grammar SOCKET_FD`, started by the front.
 
-Each is compiled in a fork of this process, which has read the vocabulary: a structure of a few bytes can take minutes
-and gigabytes, and the kernel ends the fork at its limits. This process stays, ready for the next one.
+It compiles each in a fork of itself, which has already read the vocabulary: a structure of a few bytes can take minutes
+and gigabytes, and the kernel kills the fork at its limits. The process itself stays, ready for the next one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from llm_service.grammar.messages import (
 from llm_service.request import Structure
 
 _MEMORY = 1 << 30
-"""Bytes that compiling may add to what the process has once the vocabulary is read."""
+"""Bytes that compiling may take in addition to what the process has once the vocabulary is read."""
 
 _SHORTEST = 1e-6
 """Seconds: a timer of none would never end."""
@@ -54,8 +54,8 @@ def main() -> None:
         vocabulary = link.receive()
         assert isinstance(vocabulary, Vocabulary)
         structures = Structures(Checkpoint.resolve(vocabulary.model), vocabulary.size, vocabulary.ends)
-        with contextlib.suppress(InvalidInput):  # where the tokenizer is of a kind that it cannot be for
-            structures.grammar(Structure("regex", "a"))  # what the first one leaves behind is no other's
+        with contextlib.suppress(InvalidInput):  # if the tokenizer's kind is not supported
+            structures.grammar(Structure("regex", "a"))  # so that set-up costs do not count for the first structure
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -68,8 +68,8 @@ def main() -> None:
 
 
 def _compile(structures: Structures, order: Compile, link: ParentLink[ToCompiler]) -> Outcome:
-    """What comes of a structure, compiled by a fork of this process. That has a pipe to itself: what it leaves unsaid
-    when it is ended is not taken for a message."""
+    """The outcome of a structure, compiled by a fork of this process. The fork has its own pipe, so that a message cut
+    off by its death is not mistaken for a complete one."""
     parent = os.getpid()
     try:
         reading, writing = os.pipe()
@@ -79,7 +79,7 @@ def _compile(structures: Structures, order: Compile, link: ParentLink[ToCompiler
     if not pid:
         _work(structures, order, parent, writing)
     os.close(writing)
-    os.read(reading, 1)  # the fork dies with this process from now on, even one that somebody stops
+    os.read(reading, 1)  # from now on the fork dies with this process, even if it is stopped
     link.send(CompileStarted(pid))
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read()
@@ -92,7 +92,7 @@ def _compile(structures: Structures, order: Compile, link: ParentLink[ToCompiler
 
 
 def _work(structures: Structures, order: Compile, parent: int, writing: int) -> None:
-    """The fork's whole life. It ends here whatever happens, and runs nothing that was the other one's to run."""
+    """The whole life of the fork. It exits here in any case, and runs none of the parent's clean-up."""
     try:
         die_with_parent(parent)
         os.write(writing, b".")
@@ -110,7 +110,7 @@ def _answer(structures: Structures, order: Compile) -> Answer:
     structure, limits = Structure(order.kind, order.text), order.limits  # type: ignore[arg-type]
     if order.kind == "grammar" and (lark := _lark(order.text)) != order.text:
         structure = Structure("grammar", lark)
-        if why := refusal(structure, limits):  # which could not be foreseen in another form
+        if why := refusal(structure, limits):  # which was not visible in its other form
             return Refused(why, too_large=True)
     before = bytes_in_use()
     try:
@@ -118,14 +118,14 @@ def _answer(structures: Structures, order: Compile) -> Answer:
     except InvalidInput as error:
         return Refused(error.message)
     held, most = max(0, bytes_in_use() - before), limits.compiled_bytes
-    del matcher  # which was to be here while its memory was counted
+    del matcher  # it had to exist while its memory was measured
     if held > most:
         return Refused(f"the {order.kind} takes more than {most} bytes when it is compiled", too_large=True)
     return Compiled(grammar, held)
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's form; what cannot be read stays as it is, and is refused when it is compiled."""
+    """A grammar in Lark's form; one that cannot be read is returned unchanged, and refused by the compiler."""
     try:
         return as_lark(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Compiles structures for the front, in bounded time: in processes of their own, which are ended when time is over."""
+"""Compiles structures for the front in bounded time: in processes of their own, which are killed when time is over."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ from llm_service.request import Structure
 _PROCESSES = 2
 _ATTEMPTS = 2
 _REMEMBERED_BYTES = 16 << 20
-"""Of texts and grammars whose answers are kept; a grammar may be as large as its structure, 64 KiB by default."""
+"""Bytes of structures and grammars whose outcomes are cached; a grammar may be as large as its structure, 64 KiB by
+default."""
 _WAITING = 256
-"""Structures that wait for a process; further ones are refused, and of one caller those past half of them."""
+"""Structures that may wait for a process; further ones are refused. One caller may have half of them."""
 _START_SECONDS = 30.0
 _STILL_SECONDS = 0.7
 _MARGIN_SECONDS = 1.0
-"""The kernel ends a process whose time is over. Where that has not happened after this much more, it is done here."""
+"""The kernel kills a process whose time is over. If it has not done so after so many more seconds, it is killed
+here."""
 _DOUBT_SECONDS = 60.0
 """For how long a structure that took too long is refused untried."""
 _SHORT = 4096
-"""Characters of a structure that is looked through at once: it takes about a millisecond."""
+"""Characters of a structure that is checked on the event loop, in about a millisecond."""
 
 T = TypeVar("T")
 
 Name: TypeAlias = tuple[str, Structure]
-"""A tenant's salt, and what he asked for."""
+"""A tenant's salt, and the structure."""
 
 _log = log.get("grammar")
 
@@ -68,13 +70,13 @@ class _Job:
 
 
 class Compiler:
-    """Owns the processes, which are started when the first structure comes; callers take turns at them, and none has
-    every process at a time. `seconds` of processor time are the longest that a structure may take; one that took longer
-    is refused untried for a while. What was ended from outside, or stood still, is no structure's fault: it is tried
-    once more, elsewhere, and its caller told to come again.
+    """Owns the processes, which start with the first structure. Callers take turns, and no caller uses all processes at
+    a time. `seconds` bounds a structure's processor time; a structure that took longer is refused without a try for a
+    while. If a process was killed from outside or hung, the structure is not at fault: it is tried once more in another
+    process, and then its caller is asked to retry.
 
-    Answers are remembered, refusals among them, and who asks for what is being compiled waits for that; but one tenant
-    is not told from what another has asked for. What nobody waits for any more is not begun on.
+    Outcomes are cached, refusals included, and requests for a structure that is being compiled wait for it; tenants do
+    not share any of this. A structure whose callers have all left is not begun.
     """
 
     def __init__(
@@ -104,9 +106,9 @@ class Compiler:
         self._started = False
 
     async def grammar(self, structure: Structure, salt: str = "", caller: str = "") -> Compiled:
-        """The structure in llguidance's form. It waits its turn among what this caller asks for. Raises InvalidInput
-        where it makes no sense or takes too much, Exhausted where too many wait, Unavailable where no process can be
-        started, or those that tried were ended or stood still."""
+        """The structure in llguidance's form; waits its turn among this caller's structures. Raises InvalidInput if it
+        is invalid or takes too much, Exhausted if too many wait, Unavailable if no process can be started, or those
+        that tried were killed or hung."""
         name = (salt, structure)
         answer = self._known.get(name)
         if answer is None:
@@ -126,7 +128,8 @@ class Compiler:
         await asyncio.gather(*(child.stop(grace=0.0) for child in self._children))
 
     async def _answer(self, job: _Job) -> Answer:
-        """What comes of a job. A caller who leaves does not leave a process in the middle of a conversation."""
+        """The outcome of a job. It goes on if the caller leaves, so that no process is left in the middle of a
+        message."""
         assert job.task is not None
         job.waiting += 1
         try:
@@ -188,11 +191,11 @@ class Compiler:
         raise _unavailable()
 
     def _doubt(self, name: Name) -> None:
-        """What comes of this one now does not count for ever."""
+        """The outcome of this structure is only valid for a while."""
         asyncio.get_running_loop().call_later(self._doubt_seconds, self._forget, name)
 
     async def _try(self, job: _Job) -> Outcome:
-        """What comes of one attempt, in a process that is idle again, or being replaced, afterwards."""
+        """The outcome of one attempt; its process is idle or being replaced afterwards."""
         child = await self._take(job)
         try:
             outcome, usable = await self._work(child, job.name[1])
@@ -205,7 +208,7 @@ class Compiler:
         return outcome
 
     async def _take(self, job: _Job) -> Child[FromCompiler]:
-        """A process, which is the caller's until he leaves his turn; one that has ended without a job is replaced."""
+        """An idle process, for the duration of the caller's turn; one that has died while idle is replaced."""
         if not self._started:
             self._started = True
             for _ in range(_PROCESSES):
@@ -222,7 +225,7 @@ class Compiler:
             self._spawn(self._replace(child), "replace a compiler")
 
     async def _work(self, child: Child[FromCompiler], structure: Structure) -> tuple[Outcome, bool]:
-        """Has a process compile a structure: what came of that, and whether the process can be used again."""
+        """Has a process compile a structure. Returns the outcome, and whether the process can be used again."""
         child.send(Compile(structure.kind, structure.text, self._seconds, self._limits))
         begun = False
         try:
@@ -241,7 +244,7 @@ class Compiler:
         return (Lost(), False) if isinstance(said, Ready) else (said, True)
 
     async def _start(self) -> None:
-        """Adds a process to those that are idle, or None for one that could not be started."""
+        """Adds a new process to the idle ones, or None if it could not be started."""
         child: Child[FromCompiler] | None = None
         try:
             child = await Child.start("llm_service.grammar", receives=FromCompiler, exposed=True)
@@ -274,7 +277,7 @@ class Compiler:
 
 
 def _size(name: Name, answer: Answer) -> int:
-    """Bytes of what is kept of an answer, nearly."""
+    """The approximate size of a cached outcome in bytes."""
     salt, structure = name
     return sum(
         map(sys.getsizeof, (salt, structure.text, answer.grammar if isinstance(answer, Compiled) else answer.why))

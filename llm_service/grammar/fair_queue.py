@@ -1,4 +1,4 @@
-"""Whose turn it is where several callers share few processes: each in turn, however much one of them asks for."""
+"""Shares few processes among several callers: they take turns, however much one of them asks for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FairQueue(Generic[T]):
             future.set_result(self._here.popleft())
 
     def _next(self) -> str | None:
-        """The caller who has waited longest for a turn, of those who may have one."""
+        """The caller who has waited longest among those who may have a turn."""
         for caller in list(self._lines):
             self._tidy(caller)
             if caller in self._lines and self._held[caller] < self._max_held:
@@ -61,7 +61,7 @@ class FairQueue(Generic[T]):
         return None
 
     def _tidy(self, caller: str) -> None:
-        """Drops those in front who have left, and the line where nobody is left."""
+        """Removes callers who have left from the front of the line, and the line if it is empty."""
         line = self._lines[caller]
         while line and line[0].done():
             line.popleft()

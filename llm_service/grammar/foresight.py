@@ -1,6 +1,6 @@
-"""What can be told of a structure before it is compiled: whether it is bound to take more than it may.
+"""Estimates, before a structure is compiled, whether it must exceed the limits.
 
-What is not foreseen here meets the limits on time and memory.
+Structures that exceed them unforeseen are stopped by the limits on time and memory.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ _REGEX = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))|\{(?P<minimum>\d+)(?:,\d*)?\}|(?P<plain>[^\\\[({)]+)|.",
     re.DOTALL,
 )
-"""A regex, cut at what matters here: groups and counts. Plain signs in a row are one piece; a count is of the last."""
+"""Pieces of a regex: groups and counts. A run of plain characters is one piece; a count applies to the last of them."""
 
 _GRAMMAR = re.compile(
     r'"(?:\\.|[^"\\\n])*+"?|(?://|\#)[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])++)/?|%json\s*(?=(?P<json>\{))'
     r"|(?P<open>[(\[])|(?P<close>[)\]])|(?:\{|~)\s*(?P<minimum>\d+)|\w+|.",
     re.DOTALL,
 )
-"""A grammar in Lark's form, likewise: a name and a text in quotes are one piece each."""
+"""Pieces of a Lark grammar: a name and a quoted text are one piece each."""
 
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
 _SINGLE = ("additionalItems", "additionalProperties", "contains", "propertyNames", "if", "then", "else", "not")
 
 
 class Demand(NamedTuple):
-    """What a structure is bound to take: `multiple` is the sum of what its numbers must be multiples of, `repeats` its
-    length once what comes at least so often is written out, `depth` how deep its groups nest.
+    """The least that a structure takes: `multiple` is the sum of its `multipleOf`s, `repeats` its length with required
+    repetitions written out, `depth` the nesting of its groups.
 
-    With these a short text costs seconds and hundreds of megabytes, measured with llguidance 1.8 on one core. A
-    `multipleOf` has about a state for each of its remainders (0.6 s and 43 MB at 99 991, 8 s and 370 MB at 999 983).
-    Text that must come so many times is followed to its end at once (0.6 s and 90 MB at `a{1000000}`). Groups within
-    groups are read by a function that calls itself. Upper bounds cost nothing ahead (`[a-z]{0,1000000000}`,
-    `maxLength`): they are not looked at.
+    Because of these a short text can cost seconds and hundreds of megabytes, measured with llguidance 1.8 on one core.
+    A `multipleOf` has about one state for each remainder (0.6 s and 43 MB at 99 991, 8 s and 370 MB at 999 983).
+    Required repetitions are followed to their end at once (0.6 s and 90 MB at `a{1000000}`). Nested groups are read by
+    a recursive function. Upper bounds cost nothing in advance (`[a-z]{0,1000000000}`, `maxLength`) and are ignored.
     """
 
     multiple: int = 0
@@ -58,11 +57,11 @@ class Demand(NamedTuple):
         )
 
     def times(self, count: int) -> Demand:
-        """The same, so many times in a row."""
+        """The demand of so many in a row."""
         return Demand(self.multiple, min(self.repeats * max(1, count), _ENDLESS), self.depth)
 
     def joined(self, other: Demand) -> Demand:
-        """Both at once, of one value: it is a multiple of both, and has a state for each pair of remainders."""
+        """The demand of both for one value: it is a multiple of both, with a state for each pair of remainders."""
         multiple = max(1, self.multiple) * max(1, other.multiple) if self.multiple or other.multiple else 0
         return Demand(min(multiple, _ENDLESS), (self + other).repeats, max(self.depth, other.depth))
 
@@ -71,8 +70,7 @@ _NOTHING = Demand()
 
 
 def refusal(structure: Structure, limits: StructureLimits) -> str:
-    """Why a structure cannot be compiled within the limits, as a sentence for the caller; empty where nothing is
-    foreseen."""
+    """Why a structure must exceed the limits, as a sentence for the caller; empty if nothing is foreseen."""
     demand, kind = demanded(structure), structure.kind
     if demand.multiple > limits.multiple:
         return f"the values of multipleOf in the {kind} come to more than {limits.multiple}"
@@ -84,7 +82,7 @@ def refusal(structure: Structure, limits: StructureLimits) -> str:
 
 
 def demanded(structure: Structure) -> Demand:
-    """What a structure is bound to take. What cannot be read counts nothing: compiling it says why."""
+    """The least that a structure takes. What cannot be read counts nothing: compiling it will say why."""
     match structure.kind:
         case "regex":
             return _written_out(_REGEX, structure.text)
@@ -92,7 +90,7 @@ def demanded(structure: Structure) -> Demand:
             return _written_out(_GRAMMAR, structure.text)
         case "json_schema":
             return _of_schema(structure.text)
-        case "choice" | "structural_tag":  # of which the latter comes as a grammar
+        case "choice" | "structural_tag":  # structural tags arrive as grammars
             return _NOTHING
 
 
@@ -134,7 +132,7 @@ def _written_out(pieces: re.Pattern[str], text: str) -> Demand:
 
 
 def _regex(found: re.Match[str]) -> tuple[Demand, int]:
-    """A regex inside a grammar, and where it ends."""
+    """The demand of a regex inside a grammar, and where it ends."""
     return _written_out(_REGEX, found["regex"]), found.end()
 
 
@@ -143,12 +141,12 @@ def _count(digits: str) -> int:
 
 
 def _embedded(text: str, start: int) -> tuple[Demand, int]:
-    """A schema inside a grammar, and where it ends."""
+    """The demand of a schema inside a grammar, and where it ends."""
     try:
         schema, end = json.JSONDecoder(parse_float=Decimal).raw_decode(text, start)
         return _Schema(schema).demand(schema), end
     except (ValueError, ArithmeticError, RecursionError):
-        return _NOTHING, len(text)  # it cannot be read, and the rest is not looked at: each such try reads all of it
+        return _NOTHING, len(text)  # unreadable; skip the rest, since each further try would read all of it
 
 
 def _of_schema(text: str) -> Demand:
@@ -160,14 +158,14 @@ def _of_schema(text: str) -> Demand:
 
 
 class _Schema:
-    """A JSON schema; what `$ref` leads to is looked at once."""
+    """A JSON schema; each target of a `$ref` is visited once."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._known: dict[str, Demand] = {}
 
     def demand(self, node: Any) -> Demand:
-        """What a schema within it takes."""
+        """The demand of a schema inside it."""
         if not isinstance(node, dict):
             return _NOTHING
         demand = self._own(node) + self._inside(node)
@@ -178,14 +176,14 @@ class _Schema:
         return demand.joined(self._referred(node.get("$ref")))
 
     def _own(self, node: dict[str, Any]) -> Demand:
-        """What it says of its own value."""
+        """The demand of a node's own value."""
         pattern = node.get("pattern")
         text = _written_out(_REGEX, pattern) if isinstance(pattern, str) else _NOTHING
         minimum = max(_number(node.get("minLength")), _number(node.get("minProperties")))
         return Demand(_coefficient(node.get("multipleOf")), text.repeats + minimum, text.depth)
 
     def _inside(self, node: dict[str, Any]) -> Demand:
-        """What it says of the values inside its own."""
+        """The demand of the values inside a node's value."""
         count = _number(node.get("minItems"))
         items = node.get("items")
         found = self.demand(items).times(count) + _sum(map(self.demand, _each(items))) + Demand(0, count)
@@ -199,12 +197,12 @@ class _Schema:
         if not isinstance(pointer, str) or not pointer.startswith("#"):
             return _NOTHING
         if pointer not in self._known:
-            self._known[pointer] = _NOTHING  # where it leads back to itself
+            self._known[pointer] = _NOTHING  # a reference to itself adds nothing
             self._known[pointer] = self.demand(self._at(pointer))
         return self._known[pointer]
 
     def _at(self, pointer: str) -> Any:
-        """The place that a pointer such as `#/$defs/a` names; None where there is none."""
+        """The node that a pointer such as `#/$defs/a` names; None if there is none."""
         node = self._root
         for step in pointer.split("/")[1:]:
             name = unquote(step).replace("~1", "/").replace("~0", "~")

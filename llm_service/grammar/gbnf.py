@@ -44,12 +44,12 @@ def as_lark(text: str) -> str:
     try:
         parsed = GrammarParser().parse(_in_lines(_ESCAPE.sub(_written, text)))
         return _lark({name: rule.alternatives for name, rule in parsed.items()})
-    except Exception as error:  # the library has no kind of its own for what is nested too deeply
+    except Exception as error:  # the library has no error of its own for deep nesting
         raise ValueError(str(error)) from error
 
 
 def _lark(rules: Mapping[str, ASTNode]) -> str:
-    """Rules by names of ours: those that are written large are lexemes."""
+    """Rules under names of ours; uppercase ones are lexemes."""
     lexemes = lexemes_of(rules)
     names = {name: f"{'R' if name in lexemes.rules else 'r'}{number}" for number, name in enumerate(rules)}
     names["root"] = "start"
@@ -81,7 +81,7 @@ class _Writer:
         return self._one(node)
 
     def _one(self, node: ASTNode) -> str:
-        """A part beside others."""
+        """A part next to others."""
         match node:
             case LiteralNode(value=text):
                 signs = [sign.removeprefix("\\") if sign in _BRACKETS else sign for sign in _SIGN.findall(text)]
@@ -114,8 +114,8 @@ def _in_lines(text: str) -> str:
 
 
 def _written(found: re.Match[str]) -> str:
-    """A sign in the place of its number, which the library cuts short, and a number in the place of a sign that it does
-    not know."""
+    """Replaces a character's number, which the library would truncate, by the character, and a character that the
+    library does not know by its number."""
     number = found[1] or found[2]
     if number is None:
         return r"\x2d" if found[0] == r"\-" else found[0]

@@ -1,6 +1,6 @@
-"""Which rules of a grammar in llama.cpp's form can be read as lexemes, each as long as it can be, which is fastest. The
-grammar itself knows none: of `num "\\n"` with `num ::= [0-9]+ [ \\n]*` the longest number has the line's end, and
-another one would be asked for behind it, for ever."""
+"""Which rules of a llama.cpp grammar can be read as lexemes, the fastest way, in which each takes as much as it can.
+The grammar itself has no lexemes: in `num "\\n"` with `num ::= [0-9]+ [ \\n]*`, the longest number includes the
+newline, and another one would be required behind it, forever."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LAST = 0x10FFFF
 
 
 class _Words(NamedTuple):
-    """What is known of the words of a part of a grammar, sets of signs as the bits of a number: whether one is `empty`,
-    the signs that they begin with, those at later places, and those with which a word may go on that is whole."""
+    """The words of a part of a grammar, with sets of characters as bits of a number: whether a word is `empty`, the
+    characters that words begin with, those at later positions, and those with which a complete word may continue."""
 
     empty: bool = False
     first: int = 0
@@ -36,11 +36,11 @@ class _Words(NamedTuple):
     beyond: int = 0
 
     def then(self, other: _Words) -> _Words:
-        """Of one of these with one of the others behind it."""
+        """The words of this part followed by those of another."""
         first = self.first | (other.first if self.empty else 0)
         later = self.later | other.later | (other.first if self.first else 0)
         beyond = other.beyond | (self.beyond | other.first if other.empty else 0)
-        if self.beyond & other.first:  # where the one ends is not known when the other begins
+        if self.beyond & other.first:  # it is ambiguous where the first ends
             beyond |= later
         return _Words(self.empty and other.empty, first, later, beyond)
 
@@ -52,7 +52,7 @@ class _Words(NamedTuple):
         return _Words(bool(empty), first, later, beyond)
 
     def repeated(self, least: int, most: int | None) -> _Words:
-        """Of so many, one behind the other."""
+        """The words of a repetition."""
         if most == 0:
             return _Words(empty=True)
         several = most is None or most > 1
@@ -65,7 +65,7 @@ class _Words(NamedTuple):
 
 
 class _Grammar:
-    """Rules, as the library has them, and what is known of the words of each."""
+    """The rules as the library has them, and the words of each."""
 
     def __init__(self, rules: Mapping[str, ASTNode]) -> None:
         self.rules = rules
@@ -75,11 +75,11 @@ class _Grammar:
         before: dict[str, _Words] = {}
         while before != self.words:
             before = dict(self.words)
-            for name, node in reversed(list(rules.items())):  # what a rule refers to mostly comes behind it
+            for name, node in reversed(list(rules.items())):  # rules mostly refer to later ones
                 self.words[name] = self.words_of(node)
 
     def words_of(self, node: ASTNode) -> _Words:
-        """Of a part, as far as those of rules are known. Raises KeyError for a rule that is missing."""
+        """The words of a part, as far as those of rules are known. Raises KeyError for a missing rule."""
         match node:
             case LiteralNode(value=text) | RegexNode(rx=text):
                 if (known := self._known.get((type(node), text))) is None:
@@ -109,7 +109,7 @@ class _Grammar:
         return found
 
     def lexemes(self, among: Collection[str]) -> set[str]:
-        """Those of these rules that refer to no others but such."""
+        """The rules among these that refer only to lexemes."""
         found, before = set[str](), -1
         while before != (before := len(found)):
             for name in reversed(list(among)):
@@ -118,8 +118,7 @@ class _Grammar:
         return found
 
     def behind(self, lexemes: set[str]) -> dict[str, int]:
-        """The signs that may stand behind each rule where others refer to it that are no lexemes: these are read as a
-        whole."""
+        """The characters that may follow each lexeme where rules that are not lexemes refer to it."""
         found = dict.fromkeys(self.rules, 0)
         before: dict[str, int] = {}
         while before != found:
@@ -130,7 +129,7 @@ class _Grammar:
         return found
 
     def texts_like_classes(self, lexemes: set[str]) -> set[str]:
-        """The texts in rules that are no lexemes which begin as a class there does, but none that is one."""
+        """The texts in rules that are not lexemes which begin like a class there, and are not classes themselves."""
         parts = list(_parts(node for name, node in self.rules.items() if name not in lexemes))
         alike = functools.reduce(
             operator.or_, (self.words_of(each).first for each in parts if isinstance(each, RegexNode)), 0
@@ -156,8 +155,9 @@ class _Grammar:
 
 
 class Lexemes(NamedTuple):
-    """The `rules` that may be read as lexemes; those that might if none went on with what may stand behind it, whose
-    texts are read `apart`, sign by sign; and other `texts` that are so, which a class might begin."""
+    """The `rules` that may be read as lexemes; those that could be one if none of their words continued with a
+    character that may follow, whose texts are read `apart`, character by character; and further such `texts` that a
+    class might begin."""
 
     rules: set[str]
     apart: set[str]
@@ -165,7 +165,7 @@ class Lexemes(NamedTuple):
 
 
 def lexemes_of(rules: Mapping[str, ASTNode]) -> Lexemes:
-    """Of rules, whose root is read by its parts. Raises KeyError for a rule that is missing."""
+    """The lexemes of rules whose root is read by its parts. Raises KeyError for a missing rule."""
     grammar = _Grammar(rules)
     lexemes = every = grammar.lexemes([name for name in rules if name != "root"])
     while True:

@@ -1,4 +1,4 @@
-"""What passes between the front and a process that compiles structures."""
+"""Messages between the front and a process that compiles structures."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Vocabulary(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class StructureLimits:
-    """What a structure may ask for. `multiple` and `repeats` bound what `foresight.Demand` counts, `depth` the groups
-    of a regex or grammar within each other, `compiled_bytes` what its compiled form holds."""
+    """The limits of a structure. `multiple` and `repeats` bound the numbers of `foresight.Demand`, `depth` the nesting
+    of groups, `compiled_bytes` the size of its compiled form."""
 
     multiple: int
     repeats: int
@@ -27,8 +27,7 @@ class StructureLimits:
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """Check this structure; see `request.Structure`. It may have so many seconds of processor time, and ask for what is
-    within the limits."""
+    """Asks to check this structure (`request.Structure`), within so many seconds of processor time and the limits."""
 
     kind: str
     text: str
@@ -65,8 +64,8 @@ class Broke(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The process that was at it was ended from outside, or none could be had: no structure is to blame. Nor was it
-    tried where it was not even `begun`."""
+    """The process was killed from outside, or none could be started: the structure is not at fault, and was not even
+    tried unless it had `begun`."""
 
     begun: bool = True
 

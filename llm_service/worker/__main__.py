@@ -22,7 +22,7 @@ def main() -> None:
     leave_signals_to_parent()
     link: ParentLink[RankPlace] = ParentLink(int(sys.argv[1]), RankPlace)
     place, arena_fd = link.receive(), int(sys.argv[2])
-    gc.disable()  # what is imported and loaded stays: collections would look through it again and again
+    gc.disable()  # objects of imports and loading stay, and each collection would visit them again
     from llm_service.worker.executor import follow  # torch takes a second to import
     from llm_service.worker.heartbeat import PlaceTakenError
     from llm_service.worker.load import load_rank
@@ -33,7 +33,7 @@ def main() -> None:
         ranks = join(place)
     except PlaceTakenError as error:
         _log.info("the group before has not ended yet", cause=str(error))
-        return  # whoever has started this starts another one
+        return  # its parent starts another one
     told = msgspec.msgpack.decode(ranks.hear(), type=EngineSettings)
     settings = msgspec.structs.replace(told, model=place.model, device=place.device, threads=place.threads)
     log.configure(settings.log_level, service=f"llm-rank-{place.rank}")

@@ -1,4 +1,4 @@
-"""The LoRA adapters of one rank: its partition of those that are loaded, and the slots from which layers compute."""
+"""The LoRA adapters of one rank: its partition of the loaded ones, and the slots from which layers compute."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan
 
 _PORTION = 16 << 20
-"""Bytes from which on the next layers' matrices go to a GPU by another copy."""
+"""Bytes after which further matrices go to a GPU in another copy."""
 
 
 def adapted_linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, PackedLinear, str]]:
-    """The layers that adapters may change: the name of each matrix in a checkpoint, behind the decoder's stem, where it
-    is, and which part of that it is. The head is none of them, nor are a router and its experts."""
+    """The layers that adapters may change: the name of each matrix in a checkpoint behind the decoder's stem, its
+    module, and its part of that module. The head, routers and experts are excluded."""
     for attribute, child in module.named_children():
         if isinstance(child, PackedLinear):
             for part in child.parts:
@@ -48,7 +48,7 @@ def shapes_of(config: TextConfig) -> dict[str, tuple[int, int]]:
 
 
 def adaptable_of(config: dict[str, Any], max_rank: int, bases: Collection[str] = (), max_context: int = 0) -> Adaptable:
-    """What adapters may change of a model of ours, or of a text of transformers' that our decoder computes, by its
+    """What adapters may change of a native model, or of a transformers model whose text our decoder computes, by its
     configuration."""
     family = TEXT_FAMILIES.get(str(config.get("model_type")))
     own_name = str if family is None else family.own_name
@@ -56,16 +56,16 @@ def adaptable_of(config: dict[str, Any], max_rank: int, bases: Collection[str] =
 
 
 class RankAdapters:
-    """`slots` for adapters of `rank` at most. What is loaded is on the host, as long as it is in no slot."""
+    """`slots` for adapters up to rank `rank`. Loaded adapters without a slot are in host memory."""
 
     def __init__(self, decoder: Decoder, slots: int, rank: int, kernel: AdapterKernel | None = None) -> None:
-        """`kernel` is what adds to few rows, None: what the decoder's device is fastest with."""
+        """`kernel` adds to few rows; None: the fastest one for the decoder's device."""
         self._rows = AdapterRows(kernel=_kernel_for(decoder) if kernel is None else kernel)
         self._number = slots
         self._linears = {name: (linear, part) for name, linear, part in adapted_linears(decoder.layers, "layers.")}
         self._dtype, self._device = decoder.kv_dtype, decoder.device
         self._loaded: dict[int, dict[PackedLinear, dict[str, LowRank]]] = {}
-        panels = self._rows.kernel is AdapterKernel.CPU  # have what is stored in memory, others what is computed with
+        panels = self._rows.kernel is AdapterKernel.CPU  # CPU kernels need the stored type, others the type computed in
         like = torch.empty(0, dtype=decoder.kv_dtype if panels else decoder.dtype, device=decoder.device)
         self._slots = {
             linear: LinearAdapters(linear, slots, rank, self._rows, like) for linear, _ in self._linears.values()
@@ -88,7 +88,7 @@ class RankAdapters:
             layer.warm_up()
 
     def load(self, number: int, adapter: Adapter) -> None:
-        """Keeps this rank's partition of an adapter, which has been checked, under a number that no other has had."""
+        """Keeps this rank's partition of an adapter, which was checked, under a number that is not reused."""
         tensors = load(adapter.weights)
         partitions: dict[PackedLinear, dict[str, LowRank]] = {}
         for target, scale in adapter.scales.items():
@@ -100,24 +100,23 @@ class RankAdapters:
         self._loaded[number] = partitions
 
     def _places(self, target: str) -> list[tuple[PackedLinear, str]]:
-        """Where a matrix is: gates and what they open are one for transformers, and two where a checkpoint has two."""
+        """The places of a matrix: transformers has gates and up projections in one, checkpoints may have two."""
         if target in self._linears:
             return [self._linears[target]]
         stem = target.removesuffix("gate_up_proj")
         return [self._linears[f"{stem}{part}"] for part in ("gate_proj", "up_proj")]
 
     def _kept(self, part: Tensor) -> Tensor:
-        """In a memory of its own, rounded to what the decoder's matrices are rounded to, or in 16 bits where these have
-        all of its numbers."""
+        """Copies a part, rounded like the decoder's matrices, or in 16 bits if these hold all of its numbers."""
         longer = part.dtype.itemsize > self._dtype.itemsize
         return narrowed(part.to(self._dtype) if longer else part).clone()
 
     def drop(self, number: int) -> None:
-        """Lets go of an adapter; no later plan names it."""
+        """Drops an adapter; no later plan names it."""
         self._loaded.pop(number, None)
 
     def begin(self, plan: StepPlan) -> None:
-        """Fills the slots that a plan fills, and has its rows go through those that it names."""
+        """Fills the slots that a plan fills, and routes its rows through their slots."""
         for slot, number in plan.adapters.filled:
             self._fill(slot, self._loaded[number])
         if not plan.adapters.slots:
@@ -127,7 +126,7 @@ class RankAdapters:
         self._rows.use(rows, np.arange(len(rows)) if plan.prompt_logprobs else np.array(plan.wanted))
 
     def _fill(self, slot: int, partitions: Mapping[PackedLinear, Mapping[str, LowRank]]) -> None:
-        """Has a slot hold an adapter: on a GPU all of it goes over in portions, and is put in place there."""
+        """Loads an adapter into a slot; a GPU gets it in portions, which are put in place there."""
         if self._device.type == "cpu" and self._rows.kernel is not AdapterKernel.GPU:
             for linear, its in self._slots.items():
                 its.put(slot, partitions.get(linear, {}))
@@ -155,11 +154,11 @@ class RankAdapters:
             its.put_ordered(slot, [pair and _laid_over(pair, next(there), next(there)) for pair in pairs], told)
 
     def numbers(self) -> list[np.ndarray]:
-        """What has to be on the device for the rows of the plan, before they are computed without a graph."""
+        """What must be on the device for the plan's rows, if no graph computes them."""
         return self._rows.numbers()
 
     def put(self, numbers: Sequence[Tensor]) -> None:
-        """`numbers`, there."""
+        """Takes `numbers`, copied to the device."""
         self._rows.put(numbers)
 
     @property
@@ -168,7 +167,7 @@ class RankAdapters:
         return self._rows.kernel is AdapterKernel.GPU
 
     def tiles(self, tokens: int) -> RowTiles:
-        """What a graph of so many tokens reads: room for any batch that it fits, filled with one without adapters."""
+        """What a graph of so many tokens reads: room for any batch that fits, filled with a batch without adapters."""
         return RowTiles.nobody(tokens, self._number, self._device)
 
     def over(self, tiles: RowTiles | None) -> AbstractContextManager[None]:
@@ -182,7 +181,7 @@ def _bytes_of(half: Tensor) -> np.ndarray:
 
 
 def _laid_over(pair: LowRank, a: Tensor, b: Tensor) -> LowRank:
-    """The pair, whose matrices are these bytes elsewhere."""
+    """A pair whose matrices are these bytes in another memory."""
     first, second = (each.view(half.dtype).view(half.shape) for each, half in ((a, pair.a), (b, pair.b)))
     return LowRank(first, second, pair.scale)
 

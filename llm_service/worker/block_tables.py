@@ -1,4 +1,4 @@
-"""The block tables of the sequences that run, as whoever computes keeps them: plans say what they become longer by."""
+"""The block tables of running sequences, as workers keep them; plans say which blocks are added."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from llm_service.plan import Appended
 
 
 class BlockTables:
-    """A row for each sequence. `numbers` is int32 [rows, width], and read only as far as a sequence is long; it grows
-    with what is appended."""
+    """A row for each sequence. `numbers` is int32 [rows, width], valid up to each sequence's length; it grows when
+    needed."""
 
     def __init__(self) -> None:
         self.numbers = np.zeros((0, 0), np.int32)
@@ -38,7 +38,7 @@ class BlockTables:
         return grown
 
     def _grow(self, rows: int, width: int) -> None:
-        """To at least so many; beyond that by half, so that a table which grows is seldom copied."""
+        """Grows to at least these sizes, and beyond by half, so that a growing table is seldom copied."""
         before = self.numbers
         sizes = zip(before.shape, (rows, width), strict=True)
         larger = [max(now, wanted + wanted // 2) if wanted > now else now for now, wanted in sizes]

@@ -1,4 +1,4 @@
-"""All that a rank's layers keep of sequences, and who computes with it."""
+"""All that a rank's layers keep of sequences, and the back ends that compute with it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from llm_service.settings import CacheDtype
 
 @runtime_checkable
 class StableBackend(AttentionBackend, Protocol):
-    """A back end whose batches follow metadata that may be filled anew, cut by its `tiling`."""
+    """A back end whose batches read metadata that can be refilled, cut into tiles by `tiling`."""
 
     tiling: Tiling
 
@@ -63,7 +63,7 @@ class StableBackend(AttentionBackend, Protocol):
 
 @dataclass(frozen=True)
 class PagedLayers:
-    """The layers whose keys and values are alike: `cache` is [layers, …], as `CacheShape.new_cache` gives it."""
+    """Layers with keys and values of the same shape: `cache` is [layers, …], as made by `CacheShape.new_cache`."""
 
     shape: CacheShape
     cache: Tensor
@@ -71,14 +71,13 @@ class PagedLayers:
 
     @cached_property
     def stable(self) -> StableBackend | None:
-        """The back end, where it is one; asked for once, since to compare it with a protocol takes as long as copying a
-        step's numbers to the device."""
+        """The back end, if it is stable. Computed once: checking a protocol takes as long as copying a step's numbers
+        to the device."""
         return self.backend if isinstance(self.backend, StableBackend) else None
 
 
 def _scales_of(mixers: Sequence[CachedPart], specs: Sequence[CacheSpec]) -> list[Tensor | None]:
-    """By layer, what stands in a cache of e4m3 is multiplied by these: a layer's own, or those of whose cache it
-    has."""
+    """The factors by layer of what an e4m3 cache contains: a layer's own, or those of the layer whose cache it uses."""
     found: list[Tensor | None] = []
     for mixer, spec in zip(mixers, specs, strict=True):
         own = mixer.kv_scales if isinstance(mixer, SelfAttention) else None
@@ -87,11 +86,11 @@ def _scales_of(mixers: Sequence[CachedPart], specs: Sequence[CacheSpec]) -> list
 
 
 class Caches:
-    """What each layer is handed: its cache, and in every step a batch.
+    """The cache of each layer, and its batch in every step.
 
-    Layers whose keys and values are of one kind share a back end, and so a batch; the blocks of a sequence's table
-    have the same numbers in all of them. Likewise layers with states of one shape, whose slots have the same numbers.
-    A layer that shares with an earlier one is handed that one's cache.
+    Layers with keys and values of one shape share a back end and a batch; a sequence's blocks have the same numbers in
+    all of them. Layers with states of one shape share slots in the same way. A layer that shares keys and values gets
+    the cache of the earlier layer.
     """
 
     def __init__(
@@ -108,9 +107,9 @@ class Caches:
         snapshot_slots: int = 0,
         kv_cache_dtype: CacheDtype = CacheDtype.AUTO,
     ) -> None:
-        """Room for `blocks` blocks, with keys and values in `kv_cache_dtype`, and where layers have states for those of
-        `state_slots` sequences, and for snapshots. `attention` is a back end's name, or what makes one; `states` makes
-        that of a mixer with states. Raises CheckpointError where one cannot be used."""
+        """Allocates `blocks` blocks in `kv_cache_dtype` and, if layers have states, `state_slots` slots for sequences
+        and snapshots. `attention` is a back end's name or factory; `states` makes that of a mixer with states. Raises
+        CheckpointError if one cannot be used."""
         self.blocks, self.block_size, self.null_block = blocks, block_size, blocks
         specs = [mixer.cache_spec() for mixer in mixers]
         self._specs = read_by(specs)
@@ -135,7 +134,7 @@ class Caches:
 
     @property
     def state_chunk(self) -> int:
-        """A sequence that is cut at multiples of so many tokens gives the same bits; 1 where no layer has states."""
+        """A sequence cut at multiples of this many tokens gives the same bits; 1 if no layer has states."""
         return max((spec.chunk for spec in self._states), default=1)
 
     def batches(
@@ -146,9 +145,9 @@ class Caches:
         spans: Sequence[Span] = (),
         metadata: AttentionMetadata | None = None,
     ) -> list[Any]:
-        """What each layer's mixer takes of a step: `slots` as a plan has them, `passed` as its `states.within`, and the
-        spans of the batch, [begin, end) each, whose tokens see each other in layers that are of that kind. In all
-        others back ends that follow metadata (`follows_metadata`) take those of these chunks, where they are given."""
+        """The batch of each layer's mixer: `slots` as in a plan, `passed` as its `states.within`, and spans of the
+        batch, [begin, end), whose tokens see each other in layers of that kind. In other layers, back ends that follow
+        metadata (`follows_metadata`) read it instead of the chunks, if it is given."""
         made: dict[CacheSpec, Any] = {}
         for spec, layers in self.paged.items():
             if spans and spec.kind.sight.spans is not SpanRule.NOWHERE:
@@ -169,7 +168,7 @@ class Caches:
         return self._of_layers(made, chosen)
 
     def _of_layers(self, made: Mapping[CacheSpec, Any], chosen: Mapping[CacheSpec, Any]) -> list[Any]:
-        """Each layer's batch, with that of its index if it has one, by the kind of what it reads."""
+        """Each layer's batch, by the kind of its cache, with its index's batch if it has one."""
         found: list[Any] = []
         for kept, spec, scales in zip(self._own_specs, self._specs, self._scales, strict=True):
             batch = made[spec] if scales is None else made[spec].with_scales(scales)
@@ -193,8 +192,8 @@ class Caches:
         return Tiling(max(each.parts for each in wanted), min(each.tile for each in wanted))
 
     def state_metadata(self, tokens: int, sequences: int, *, decodes_only: bool) -> dict[CacheSpec, StateMetadata]:
-        """Room for what layers with states of each kind read of a step; see `StableStateBackend`. Only where nothing is
-        in the way (`not_capturable`)."""
+        """Room for what layers with states of each kind read of a step; see `StableStateBackend`. Only for caches that
+        are capturable (`not_capturable`)."""
         made: dict[CacheSpec, StateMetadata] = {}
         for spec, backend in self._states.items():
             assert isinstance(backend, StableStateBackend), "a back end that does not follow metadata"
@@ -202,7 +201,7 @@ class Caches:
         return made
 
     def batches_over(self, metadata: AttentionMetadata, states: Mapping[CacheSpec, StateMetadata]) -> list[Any]:
-        """The same as `batches` over metadata that may be filled anew; `states` as `state_metadata` gives them."""
+        """As `batches`, over metadata that can be refilled; `states` as returned by `state_metadata`."""
         made: dict[CacheSpec, Any] = {}
         for spec, layers in self.paged.items():
             assert layers.stable is not None, "a back end that does not follow metadata"
@@ -217,7 +216,7 @@ class Caches:
         return self._of_layers(made, chosen)
 
     def not_capturable(self) -> str:
-        """Why a step's batches cannot follow metadata; empty where they can."""
+        """Why a step's batches cannot follow metadata; empty if they can."""
         if any(not isinstance(backend, StableIndexBackend) for backend in self._indexes.values()):
             return "the host counts what layers choose by an index"
         for layers in self.paged.values():
@@ -241,7 +240,7 @@ class Caches:
                     cache.copy(source, target)
 
     def warm_up(self) -> None:
-        """Has the back ends' kernels compiled, where they compile any, so that no request waits for that."""
+        """Has the back ends compile their kernels, if they compile any, so that no request waits for it."""
         for spec, layers in self.paged.items():
             if not isinstance(layers.backend, WarmBackend):
                 continue

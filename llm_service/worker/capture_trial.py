@@ -1,5 +1,5 @@
-"""Whether a step of transformers' text model can be captured in a CUDA graph: tried by one, since its Python may look
-at what the device has computed."""
+"""Tries whether a step of transformers' text model can be captured in a CUDA graph, since its Python code may read
+values from the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llm_service.worker.graphs import GraphNumbers
 _TOKENS = 2
 
 
-@torch.inference_mode(mode=False)  # where the host's look at a number is hidden from a mode
+@torch.inference_mode(mode=False)  # this mode would hide reads of values by the host
 @torch.no_grad()
 def what_waits(decoder: HfDecoder, caches: Caches) -> str:
-    """Why there are no graphs of a decoder whose caches follow metadata; empty where nothing is in the way. A step of
-    padding is computed, as it is when a graph is captured."""
+    """Why a decoder whose caches follow metadata has no graphs; empty if it can. Computes a step of padding, as a
+    capture does."""
     null_slot = caches.null_block * caches.block_size
     numbers = GraphNumbers.padding(_TOKENS, _TOKENS, 0, caches.tiling, null_slot, decoder.device)
     table = torch.zeros(_TOKENS, 1, dtype=torch.int32, device=decoder.device)

@@ -1,5 +1,5 @@
-"""What keeps a pass from being captured in a CUDA graph: the host waits for the device, or the device is given numbers
-of the host's memory. A pass is watched operator by operator, on whatever device."""
+"""Finds what keeps a pass from being captured in a CUDA graph: the host waits for the device, or numbers are copied
+from host memory. Watches a pass operator by operator, on any device."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _WAITING = frozenset(
 )
 """Operators whose result, or its shape, the host waits for."""
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
-"""Those that do where an index is a mask."""
+"""Operators that wait if an index is a mask."""
 _FROM_HOST = frozenset({"aten::_to_copy", "aten::copy_", "aten::lift_fresh"})
-"""Those that take even a single number of the host's to a device by a copy; others have it as an argument. The last is
-what is seen of `torch.tensor`, whose result it is given."""
+"""Operators that copy even a single number from the host to a device; others take it as an argument. The last one is
+what dispatch shows of `torch.tensor`."""
 
 
 _GROUPED = "aten::_grouped_mm"
 _BY_ITSELF = (9, 10)
-"""Compute capabilities on which it takes the sizes of groups from the device, in bfloat16."""
+"""Compute capabilities on which grouped products read the groups' sizes from the device, in bfloat16."""
 
 
 def _asks_for_sizes(x: Tensor) -> bool:
-    """Whether a product of groups has the host wait for their sizes, which no operator shows."""
+    """Whether a grouped product makes the host wait for the sizes, which no operator shows."""
     if x.device.type != "cuda":
         return False
     return x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in _BY_ITSELF
@@ -58,7 +58,7 @@ def _moves(name: str, given: Sequence[Tensor], out: Tensor) -> bool:
 
 
 class WaitWatch(TorchDispatchMode):
-    """Has in `waits` the name of the first operator, on whatever device, that a graph cannot hold."""
+    """Stores in `waits` the name of the first operator that a graph cannot hold, on any device."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""From torch's kernels to ours: while a process of its own compiles ours, torch computes; where they are on disk,
-nothing of this happens. All ranks change over together, between two steps. Rank 0 asks when its own kernels are there,
-no more than once a second; where one rank lacks its own, nothing changes."""
+"""Switches from torch's kernels to ours: torch computes while a separate process compiles ours; if they are cached on
+disk, this is not needed. All ranks switch together, between two steps. Rank 0 asks when its own kernels are ready, at
+most once a second; nothing changes while one rank lacks its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAUSE_SECONDS = 1.0
 
 
 class Compiling(Protocol):
-    """Whatever makes a rank's kernels."""
+    """Compiles a rank's kernels."""
 
     @property
     def readiness(self) -> Readiness:

@@ -1,4 +1,4 @@
-"""Block tables where kernels read them: they stay on the device, and get what plans append."""
+"""Block tables on the device, for kernels; plans append to them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llm_service.worker.block_tables import BlockTables
 
 
 class DeviceTables:
-    """The block tables of all sequences that run, a row each: on the host, and on the device, where a step changes no
-    more than what is appended, however long the tables are. Steps come in the order of their plans."""
+    """The block tables of all running sequences, one row each, on the host and on the device. A step changes no more
+    than what is appended, however long the tables are. Steps come in the order of their plans."""
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._size = block_size
@@ -29,8 +29,8 @@ class DeviceTables:
         return self._host.numbers
 
     def append(self, appended: Sequence[Appended]) -> list[np.ndarray]:
-        """Takes in what a plan appends, on the host; what `update` then needs on the device: all of it, where the last
-        plan did not come as far as that."""
+        """Appends a plan's blocks on the host. Returns what `update` needs on the device: everything, if the previous
+        plan did not get that far."""
         self._whole = self._host.append(appended) or self._behind
         self._behind = True
         if self._whole:
@@ -44,17 +44,17 @@ class DeviceTables:
         return [np.concatenate(places), np.concatenate(blocks)]
 
     def update(self, moved: Sequence[Tensor]) -> None:
-        """The device has what the last `append` took in."""
+        """Applies the last `append` on the device."""
         self._behind = False
         if self._whole:
-            self._there = moved[0].clone()  # what else was moved along is given back
+            self._there = moved[0].clone()  # the rest of that copy is freed
         elif moved:
             places, blocks = moved
             self._there.view(-1).index_copy_(0, places, blocks)
 
     def gather(self, rows: Tensor, longest: int, out: Tensor | None = None) -> Tensor:
         """The tables in `rows` int [s], as wide as a sequence of `longest` tokens needs, int32 [s, w]; in the first
-        columns of `out`, where it is given."""
+        columns of `out`, if given."""
         width = -(-longest // self._size)
         if out is None:
             return self._there[:, :width].index_select(0, rows)

@@ -1,4 +1,4 @@
-"""From settings to what proposes drafts; `worker/load` has the rest."""
+"""Loads what proposes drafts; `worker/load` loads the rest."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from llm_service.worker.row_arena import RowArena
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The weights of what proposes drafts for a model of `vocab_size` words."""
+    """The weights of what proposes drafts for a model with `vocab_size` words."""
 
     decoder: Decoder
     vocab_size: int
     takes_rows: bool
 
     def block_bytes(self, block_size: int) -> int:
-        """What one KV block takes more for it."""
+        """Additional bytes of a KV block."""
         specs = [mixer.cache_spec() for mixer in self.decoder.mixers()]
         return block_bytes(specs, block_size, self.decoder.kv_dtype)
 
     def proposer(
         self, arena: RowArena, blocks: int, block_size: int, attention: str | Callable[[CacheShape], AttentionBackend]
     ) -> DraftModel:
-        """It with room for so many blocks; `attention` as `Caches` takes it."""
+        """The proposer, with so many blocks; `attention` as in `Caches`."""
         decoder = self.decoder
         caches = Caches(decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device, attention=attention)
         runner = ModelRunner(decoder, arena, caches)
@@ -55,8 +55,8 @@ class Drafting:
 def load_draft_model(
     checkpoint: Checkpoint, served: ServedModel, dtype: torch.dtype, device: torch.device, *, weight_dtype: str = ""
 ) -> Drafting:
-    """Loads the model of `--draft-model`, whole, on one rank; `served` is the one that verifies. Raises CheckpointError
-    where it cannot be used."""
+    """Loads the model of `--draft-model`, whole, on one rank; `served` is the model that verifies. Raises
+    CheckpointError if it cannot be used."""
     if is_eagle3(checkpoint.config):
         raise CheckpointError("--draft-model: an EAGLE-3 head is for --speculative-method eagle3")
     try:
@@ -80,8 +80,8 @@ def load_mtp_layer(
     weight_dtype: str = "",
     text: TextSide | None = None,
 ) -> Drafting:
-    """Loads the layer of `--speculative-method mtp` beside the model that verifies, whose `text` is as `load_decoder`
-    was told. Raises CheckpointError where there is none, or it cannot be used."""
+    """Loads the layer of `--speculative-method mtp` beside the model that verifies, whose `text` is as in
+    `load_decoder`. Raises CheckpointError if there is none, or it cannot be used."""
     return _with_head("mtp", partial(load_mtp, checkpoint, text=text), target, dtype, weight_dtype)
 
 
@@ -94,8 +94,9 @@ def load_eagle_head(
     weight_dtype: str = "",
     text: TextSide | None = None,
 ) -> Drafting:
-    """Loads the head of `--speculative-method eagle3`, and has the model that verifies, `of` its checkpoint, extract
-    what that reads; `text` is as `load_decoder` was told. Raises CheckpointError where it cannot be used."""
+    """Loads the head of `--speculative-method eagle3`, and has the model that verifies extract the states that it
+    reads; `of` is that model's checkpoint, and `text` as in `load_decoder`. Raises CheckpointError if it cannot be
+    used."""
     drafting = _with_head("eagle3", partial(load_eagle, checkpoint, of=of, text=text), target, dtype, weight_dtype)
     assert isinstance(target, Decoder), "it is not transformers'"
     assert isinstance(drafting.decoder, DraftHead)

@@ -1,7 +1,8 @@
-"""A small model that proposes drafts for a large one: it takes in what that one computes, and goes on from there.
+"""A small model that proposes drafts for a large one: it computes the same tokens, and continues from there.
 
-Its keys and values lie in blocks of the same numbers, in a cache of its own: what is found, given back or written over
-there holds for both."""
+Its keys and values are in blocks of the same numbers, in a cache of its own: whatever is found, freed or overwritten
+there holds for both.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from llm_service.worker.model_runner import Launched, ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What counts of a chunk when its drafts are verified: its first `count` tokens, from place `at` of the batch on,
-    and `token`, which was drawn behind them, -1 for none. `proposal` is what is asked for behind that one."""
+    """The valid part of a chunk once its drafts are verified: its first `count` tokens, from batch position `at` on,
+    and `token`, which was drawn behind them, -1 for none. `proposal` asks for drafts behind that."""
 
     chunk: Chunk
     at: int
@@ -45,7 +46,7 @@ class Verified:
 
 
 def verified(plan: StepPlan, chosen: list[int]) -> Iterator[Verified]:
-    """Each chunk of a plan whose draws have `chosen` these tokens; without what stands behind a wrong draft."""
+    """Each chunk of a plan whose draws have `chosen` these tokens, without what follows a wrong draft."""
     token_ids = np.frombuffer(plan.token_ids, np.int32)
     at = draw = 0
     for chunk, proposal in zip(plan.chunks, plan.proposals or [Proposal(0, 0)] * len(plan.chunks), strict=True):
@@ -62,7 +63,7 @@ def verified(plan: StepPlan, chosen: list[int]) -> Iterator[Verified]:
 
 
 def _behind(chunk: Chunk, ahead: int) -> Chunk:
-    """The answer's token that is `ahead` places behind a chunk's last one."""
+    """The answer's token `ahead` positions behind a chunk's last one."""
     return Chunk(chunk.context + chunk.count - 1 + ahead, 1, chunk.row, answers=1, answered=chunk.answered + ahead)
 
 
@@ -70,9 +71,9 @@ _First = tuple[StepPlan, dict[int, tuple[int, int]], list[int]]
 
 
 class DraftModel:
-    """Proposes the likeliest tokens, one after the other: for all sequences of a step together. Tokens from
-    `vocab_size` on are unknown to the model that verifies. It `takes_rows` of media where its own are as wide and mean
-    the same; else it sees the tokens that stand for them."""
+    """Proposes the likeliest tokens, one after the other, for all sequences of a step together. Tokens from
+    `vocab_size` on are unknown to the model that verifies. It `takes_rows` of media if its own are as wide and mean the
+    same; otherwise it sees their placeholders."""
 
     def __init__(self, runner: ModelRunner, own_vocab_size: int, vocab_size: int, *, takes_rows: bool) -> None:
         self._runner = runner
@@ -125,16 +126,16 @@ class DraftModel:
         return lambda: self._read(len(asked), launched, followed)
 
     def _entered(self, _hidden: Tensor, _places: Sequence[int]) -> Tensor | None:
-        """What it makes of the model's hidden states at places; it has no need of any."""
+        """What it takes of the model's hidden states at these positions; None if nothing."""
         return None
 
     def _behind(self, _hidden: Tensor, _places: Sequence[int]) -> Tensor | None:
-        """The same of its own, where it goes on from them."""
+        """What it takes of its own hidden states, if it continues from them."""
         return None
 
     def _first(self, plan: StepPlan, chosen: list[int]) -> _First:
-        """The same step without wrong drafts, and with the tokens chosen behind which drafts are wanted; of these, by
-        the number of the chunk: how many tokens are before it, and its position; and no hidden states."""
+        """The same step without wrong drafts, with the chosen tokens behind which drafts are wanted; for each of these,
+        by chunk number, the number of tokens before it and its position; and no hidden states."""
         token_ids, positions = np.frombuffer(plan.token_ids, np.int32), np.frombuffer(plan.positions, np.int32)
         positions = positions.reshape(3, -1)
         ids: list[np.ndarray] = []
@@ -177,10 +178,9 @@ class DraftModel:
 
 
 class HeadProposer(DraftModel):
-    """Proposes by a draft head, the model's own layer for multi-token prediction or one of EAGLE-3's form, whose keys
-    and values at a place depend on the next token as well. The last ones of a cached block are those of another
-    sequence, and those before a chunk that begins with a row of media lack that row: drafts may be worse for it,
-    tokens are not."""
+    """Proposes by a draft head: the model's own MTP layer or an EAGLE-3 head, whose keys and values at a position
+    depend on the next token as well. So the last ones of a cached block are another sequence's, and those before a
+    chunk that begins with a media row lack that row: drafts may be worse for it, tokens are not."""
 
     def __init__(
         self, runner: ModelRunner, head: DraftHead, own_vocab_size: int, vocab_size: int, *, takes_rows: bool
@@ -197,8 +197,8 @@ class HeadProposer(DraftModel):
         return hidden[there]
 
     def _first(self, plan: StepPlan, chosen: list[int]) -> _First:
-        """The same step without wrong drafts, each token in the place of the one before it; where its first drafts are,
-        less one; and of which places of the step it is given the hidden states."""
+        """The same step without wrong drafts, each token at the position before it; where its first drafts are, less
+        one; and the batch positions whose hidden states it gets."""
         token_ids = np.frombuffer(plan.token_ids, np.int32)
         ids = array("i")
         own: list[int] = []

@@ -1,4 +1,4 @@
-"""Runs plans on one rank, or on all ranks of a group; the engine's core cannot tell which."""
+"""Runs plans on one rank or on all ranks of a group; the engine's core does not know which."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def message_of(plan: StepPlan) -> bytes:
-    """What other ranks are told of a plan: all but how tokens are chosen. Those that they do not find themselves they
-    are told with the next one."""
+    """A plan as other ranks get it: without how tokens are chosen. Tokens that they do not compute themselves come with
+    the next plan."""
     return _encode(RunStep(msgspec.structs.replace(plan, draws=[Draw(at=draw.at) for draw in plan.draws])))
 
 
 class LoneExecutor:
-    """One rank. It has a `changeover` where torch's kernels have begun, and ours are to go on."""
+    """One rank. It has a `changeover` if torch's kernels have begun and ours will continue."""
 
     beat_seconds: float | None = None
 
@@ -49,15 +49,15 @@ class LoneExecutor:
         self._changeover = changeover
 
     def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Launched:
-        """Begins a step. Raises StepMemoryError where there is too little memory, once what it held is free and nothing
-        of it is computed any more."""
+        """Begins a step. Raises StepMemoryError if memory is short, once the step has freed what it held and is no
+        longer running."""
         if self._changeover is not None and self._changeover.due:
             self._changeover.ask(ALONE.all_reduce_min)
         try:
             return self._runner.launch(plan, masks)
         except torch.OutOfMemoryError as error:
             why = str(error).partition("\n")[0]
-        # Only now is what the step held free: the error had its frames.
+        # Only now is the step's memory free: the error's frames held it.
         release_memory()
         raise StepMemoryError(why)
 
@@ -66,7 +66,7 @@ class LoneExecutor:
         return self._runner.arena.the_mirror.obey(order, ALONE.all_reduce_min)
 
     def adapt(self, order: AdapterOrder) -> None:
-        """Keeps an adapter, or lets go of one."""
+        """Keeps or drops an adapter."""
         self._runner.adapt(order)
 
     def offload(self, order: OffloadBlocks) -> None:
@@ -74,7 +74,7 @@ class LoneExecutor:
         self._runner.offload(order.pairs)
 
     def beat(self) -> None:
-        """There is no one to keep company."""
+        """There are no other ranks."""
 
 
 class GroupExecutor:
@@ -89,7 +89,7 @@ class GroupExecutor:
         self._changeover = changeover
 
     def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Launched:
-        """Begins a step on all ranks; raises RuntimeError where one is gone."""
+        """Begins a step on all ranks; raises RuntimeError if one is gone."""
         self._change_over()
         greedy = all(draw.plain and draw.logprobs < 0 for draw in plan.draws)
         plan = msgspec.structs.replace(plan, greedy=greedy)
@@ -98,23 +98,23 @@ class GroupExecutor:
         return self._runner.launch(plan, masks)
 
     def obey(self, order: MirrorOrder) -> Pulled:
-        """Has all ranks do something to their mirrors; raises RuntimeError where one is gone."""
+        """Has all ranks carry out an order for their mirrors; raises RuntimeError if one is gone."""
         self._ranks.tell(_encode(order))
         return self._runner.arena.the_mirror.obey(order, self._ranks.group.all_reduce_min)
 
     def adapt(self, order: AdapterOrder) -> None:
-        """Has all ranks keep an adapter, or let go of one; raises RuntimeError where one is gone."""
+        """Has all ranks keep or drop an adapter; raises RuntimeError if one is gone."""
         self._ranks.tell(_encode(order))
         self._runner.adapt(order)
 
     def offload(self, order: OffloadBlocks) -> None:
-        """Has all ranks copy KV blocks to the host, and waits for them; raises RuntimeError where one is gone."""
+        """Has all ranks copy KV blocks to the host, and waits for them; raises RuntimeError if one is gone."""
         self._ranks.tell(_encode(order))
         self._runner.offload(order.pairs)
         self._ranks.group.all_reduce_min(0)
 
     def beat(self) -> None:
-        """Finds out at once, while there is nothing to compute, whether a rank has ended."""
+        """Checks, while there is nothing to compute, whether a rank has ended."""
         self._change_over()
         self._ranks.tell(b"")
 
@@ -125,12 +125,12 @@ class GroupExecutor:
 
 
 def follow(runner: ModelRunner, ranks: Ranks, changeover: Changeover | None = None) -> None:
-    """Another rank: computes its partition of every plan, and obeys every order, until rank 0 is gone, which raises
-    RuntimeError."""
+    """The loop of other ranks: computes this rank's partition of every plan, and carries out every order, until rank 0
+    is gone, which raises RuntimeError."""
     decode = msgspec.msgpack.Decoder(RankMessage).decode
     while True:
         if not (heard := ranks.hear()):
-            continue  # rank 0 is there
+            continue  # an empty message: rank 0 is alive
         match decode(heard):
             case RunStep(plan):
                 ranks.broadcast_rows(plan.rows, runner.arena)

@@ -11,10 +11,10 @@ from llm_service.worker.row_arena import RowArena
 
 
 def fuse(hidden: Tensor, rows: list[RowSlice], arena: RowArena, *, adds: bool = False) -> Deepstack | None:
-    """Writes level 0 into `hidden` [n, hidden] in place, or `adds` it; the other levels, where the model has any, are
-    returned.
+    """Writes level 0 of the rows into `hidden` [n, hidden] in place, or `adds` it; returns the other levels, if there
+    are any.
 
-    A chunk may hold any part of an item: each slice says which rows, and where they go.
+    A chunk may have any part of an item: each slice says which rows, and where they go.
     """
     if not rows:
         return None

@@ -17,7 +17,7 @@ from llm_service.plan import Draw
 from llm_service.worker.sampler import Drawn
 
 _SEEN = 1 << 30
-"""Stands for a token of the prompt in a count of those of the output."""
+"""Marks a token of the prompt in a count of output tokens."""
 _SHARPEST = 1e30
 """One over the least temperature: all but the likeliest vanish, and nothing overflows."""
 _BLOCK = 4096
@@ -27,9 +27,9 @@ _NUMBER = torch.finfo(torch.float32)
 
 
 def draw(logits: Tensor, draws: Sequence[Draw], chosen: Tensor) -> Drawn:
-    """float32 logits [len(draws), vocabulary], whose rows may be apart → one token for each draw; see `sampler.draw`.
+    """float32 logits [len(draws), vocabulary], whose rows may be strided → one token for each draw; see `sampler.draw`.
 
-    How many operators that takes does not depend on how many rows there are.
+    The number of launches does not depend on the number of rows.
     """
     vocabulary = logits.shape[1]
     altered = [index for index, draw in enumerate(draws) if draw.alters]
@@ -63,7 +63,7 @@ def _is_cut(draw: Draw, vocabulary: int) -> bool:
 
 
 def _adjustments(draws: Sequence[Draw], altered: Sequence[int], vocabulary: int) -> tuple[np.ndarray, ...]:
-    """What `_adjust` takes."""
+    """The arguments of `_adjust`."""
     table = np.full((len(altered), ADJUST), -1.0)
     asked, said, masks = list[bytes](), list[bytes](), list[np.ndarray]()
     carried, length = list[tuple[int, int]](), 0
@@ -106,11 +106,11 @@ def _adjust(
     values: Tensor,
     behind: Tensor,
 ) -> None:
-    """Changes scores float32 [m, vocabulary] in place. `table` is that of `adjust_kernel`; `seen` int32 are the tokens
-    that are counted, of all prompts, `asked` of them, and then of all outputs; `runs` int64 [2, 2 · rows]: how many of
-    each row, and where its counts begin. `values` are added at the places `cells` of scores. `unknown` int64 [2, u]:
-    which tokens of outputs are not known, and which of `chosen` each is. `behind` int64 [3, b]: where this token of
-    `chosen` is that one, what stands at this place cannot be chosen."""
+    """Changes scores float32 [m, vocabulary] in place. `table` is that of `adjust_kernel`. `seen` int32 are the tokens
+    to count: those of all prompts, `asked` of them, then those of all outputs. `runs` int64 [2, 2 · rows]: how many of
+    each row, and where its counts begin. `values` are added at positions `cells` of the scores. `unknown` int64 [2, u]:
+    which output tokens are unknown, and which of `chosen` each is. `behind` int64 [3, b]: if this token of `chosen` is
+    that one, the score at this position is banned."""
     vocabulary = scores.shape[1]
     counts = table.new_empty(0, dtype=torch.int32)
     if len(seen):
@@ -145,7 +145,7 @@ def _adjust(
 
 
 def _choices(draws: Sequence[Draw], drawn: Sequence[int], vocabulary: int) -> tuple[np.ndarray, ...]:
-    """The rows that are drawn from, and what `draw_kernel` needs to know of each."""
+    """The rows to draw from, and what `draw_kernel` must know of each."""
     table = np.empty((len(drawn), DRAW))
     for own, index in zip(table, drawn, strict=True):
         draw = draws[index]
@@ -156,8 +156,8 @@ def _choices(draws: Sequence[Draw], drawn: Sequence[int], vocabulary: int) -> tu
 
 
 def _choose(tokens: Tensor, scores: Tensor, head: tuple[Tensor, Tensor], table: Tensor) -> None:
-    """Draws a token for each row of scores float32 [m, vocabulary] that the table names, and puts it at that place.
-    `head` are the highest values of these rows, in descending order, and their tokens int64, [k, highest]."""
+    """Draws a token for each row of scores float32 [m, vocabulary] that the table names, into that position of
+    `tokens`. `head` are the highest values of these rows in descending order, and their tokens int64, [k, highest]."""
     vocabulary, (values, places) = scores.shape[1], head
     draw_kernel[(len(table),)](
         tokens,

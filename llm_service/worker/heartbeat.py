@@ -37,18 +37,18 @@ class Process(Protocol):
 
 
 class PlaceTakenError(Exception):
-    """The group at this address has, or had, this rank: it is the last one, which has not ended yet."""
+    """The group at this address has, or had, this rank: it is the previous group, which has not ended yet."""
 
 
 class Heartbeat:
-    """A connection of its own to the store, so that a beat never waits behind another question. A beat that stands
-    still for the group's time limit, or a store that does not answer, ends this process, and with it its part of the
-    group. A rank has joined with its first beat, and is watched from there on."""
+    """A connection of its own to the store, so that a beat never waits behind another question. If a beat stands still
+    for the group's time limit, or the store does not answer, this process ends, and with it its part of the group. A
+    rank joins with its first beat, and is watched from then on."""
 
     def __init__(self, place: RankPlace, children: Sequence[Process] = ()) -> None:
-        """Joins. `children` are the ranks that this process has started, from the next one on; they are watched as
-        processes, too: one that ends by a signal or an error is lost at once. Raises PlaceTakenError where a rank of
-        this number has joined already: where that is lost, the others would never answer."""
+        """Joins. `children` are the ranks that this process has started, from the next one on; they are also watched as
+        processes: one that ends by a signal or an error is lost at once. Raises PlaceTakenError if a rank of this
+        number has joined already, since the others of a group that has lost it would never answer."""
         self._limit = place.timeout
         self._children = children
         self._here = {_key(place.rank + n): child.pid for n, child in enumerate(children, 1)}
@@ -59,7 +59,7 @@ class Heartbeat:
         # Rank 0 keeps the store. On its own host it may be held up; if it hangs, the front ends it, and us with it.
         patience = max(place.timeout, HELD_UP_SECONDS) if place.is_on_first_host else place.timeout
         self._store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=patience))
-        first = str(-1 - int.from_bytes(os.urandom(8), "big"))  # below all that follow, and like nobody else's
+        first = str(-1 - int.from_bytes(os.urandom(8), "big"))  # below all later beats, and unique
         if self._store.compare_set(self._own, "", first) != first.encode():
             raise PlaceTakenError(f"rank {place.rank} is taken")
 
@@ -70,7 +70,7 @@ class Heartbeat:
     def _run(self, die: Callable[[], None]) -> None:
         try:
             self._watch()
-        except RuntimeError as error:  # the store's own errors are such
+        except RuntimeError as error:  # the store raises RuntimeError
             _log.error("the group has ended", cause=str(error).partition("\n")[0])
         die()
 

@@ -1,5 +1,5 @@
-"""LoRA adapters on a text model that transformers computes: what they add to its linear layers' outputs, for the rows
-of those sequences that have one (Hu et al. 2021)."""
+"""LoRA adapters (Hu et al. 2021) on a text model that transformers computes: added to the outputs of its linear layers,
+for the rows of sequences that have an adapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llm_service.plan import StepPlan
 
 
 def hf_linears(text: nn.Module) -> dict[str, nn.Linear | TextLinear]:
-    """What adapters may change of a text model: its linear layers, by the names that it has for them."""
+    """The linear layers of a text model, which adapters may change, by transformers' names."""
     return {name: part for name, part in text.named_modules() if isinstance(part, nn.Linear | TextLinear)}
 
 
@@ -31,8 +31,7 @@ def hf_adaptable(config: Any, max_rank: int) -> Adaptable:
 
 
 class HfAdapters:
-    """See `RankAdapters`, whose place it takes. Products are torch's, a slot's rows after the other's, and no graph
-    holds them."""
+    """Used in place of `RankAdapters`. Products are torch's, slot by slot, and are not captured in graphs."""
 
     def __init__(self, decoder: HfDecoder, slots: int) -> None:
         self._linears = hf_linears(decoder.text)
@@ -50,10 +49,10 @@ class HfAdapters:
         return set()
 
     def warm_up(self) -> None:
-        """There is nothing to compile."""
+        """Nothing is compiled."""
 
     def load(self, number: int, adapter: Adapter) -> None:
-        """See `RankAdapters`. Raises RuntimeError where it adapts what is not there."""
+        """See `RankAdapters`. Raises RuntimeError if it adapts a layer that does not exist."""
         if unknown := sorted(adapter.scales.keys() - self._linears.keys()):
             raise RuntimeError(f"transformers' text has no {unknown[0]}, which an adapter is for")
         tensors = load(adapter.weights)
@@ -83,7 +82,7 @@ class HfAdapters:
         return []
 
     def put(self, numbers: Sequence[Tensor]) -> None:
-        """There is nothing."""
+        """Nothing is on the device."""
 
     def _adding_to(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def add(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The host's memory for KV blocks that a rank's device has no room for; `engine/host_blocks` says what is where."""
+"""Host memory for KV blocks evicted from a rank's device; `engine/host_blocks` decides what is where."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from llm_service.worker.row_arena import PinnedCopies
 
 _AT_ONCE = 32 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""What bytes are moved as: the widest that goes into them, since torch moves one number at a time."""
+"""The types that bytes are moved as: the widest that divides them, since torch copies number by number."""
 
 
 class HostCache:
-    """Places for `count` blocks. `caches` are all tensors that have a part of each block, [parts, blocks + 1, …], where
-    a place has one after the other.
+    """Places for `count` blocks. `caches` are all tensors with a part of each block, [parts, blocks + 1, …]; a place
+    has these parts one after the other.
 
-    Copies are made in the order of the device's work: a step reads and writes blocks before or after, never meanwhile.
-    A device `gathers` up to `at_once` bytes of blocks before they cross its bus, or scatters them behind it: by default
-    all but a CPU. The places lie in `memory`, one after the other, where that is given: the front has it as well. There
-    each takes `place_bytes`, at least as many as a block has here: those of another rank may have more.
+    Copies are made in the order of the device's work, so a step never reads or writes blocks during them. A device
+    `gathers` up to `at_once` bytes of blocks before they cross the bus, or scatters them after it: by default all
+    devices but CPUs. The places are in `memory`, one after the other, if that is given: the front shares it. There each
+    takes `place_bytes`, at least as many as a block has here, since another rank's may have more.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class HostCache:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _both(self, block: int, place: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each part of a block, and where the host has it. By numpy: for so little, torch's threads would wait for each
-        other longer than one takes."""
+        """Each part of a block, and its place on the host. Uses numpy: for so little, torch's threads would wait for
+        each other longer than the copy takes."""
         for part, there in zip(self._parts, self._memory[place].split(self._sizes), strict=True):
             yield part[:, block].numpy(), there.view(part.shape[0], -1).numpy()
 

@@ -1,4 +1,4 @@
-"""From settings to a rank that is warm: what every rank does alike."""
+"""Loads a rank, from settings to a warm runner; the same on every rank."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ from llm_service.worker.weights import describe
 
 _log = log.get("load")
 _LACK = "DefaultCPUAllocator: can't allocate memory: "
-"""How torch begins to say that there is none."""
+"""How torch's message begins if memory is short."""
 _USUAL_PROMPT = 512
-"""Tokens of a prompt beside its picture's rows."""
+"""Tokens of a typical prompt besides its picture's rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """A runner that is warm, and what was found out on the way there."""
+    """A warm runner, and what loading has found out."""
 
     runner: ModelRunner
     weights: Weights
@@ -74,18 +74,19 @@ class LoadedRank:
     max_step_tokens: int
     """Of the largest step that it has memory for."""
     block_bytes: int
-    """Of a KV block, with what the proposer keeps in one."""
+    """Bytes of a KV block, including the proposer's."""
     waits: int
-    """How often decode steps of one token wait for a GPU while they are launched, which they should not."""
+    """How often a decode step of one token synchronises with the GPU without need."""
     changeover: Changeover | None
-    """From torch's kernels to ours, where these are still being compiled."""
+    """The switch from torch's kernels to ours, while these are being compiled."""
 
 
 def load_rank(settings: EngineSettings, device: torch.device, group: TensorGroup, arena_fd: int) -> LoadedRank:
-    """Loads this rank's partition of the model, runs the largest step, and makes the KV cache that memory is left for.
+    """Loads this rank's partition of the model, runs the largest step, and allocates the KV cache in the remaining
+    memory.
 
-    The runner's caches say how much that is, the same on all ranks. Raises CheckpointError where the checkpoint
-    cannot be served, or not on this device.
+    All ranks' caches have the same sizes. Raises CheckpointError if the checkpoint cannot be served, or not on this
+    device.
     """
     if device.type == "cuda":
         use_gpu(device)
@@ -128,7 +129,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     if device.type == "cuda":
         arena.pin()
     loaded = _LoadedModel(settings, decoder, drafting, arena, group)
-    group.all_reduce_min(0)  # every rank has its weights: what is free now stays free
+    group.all_reduce_min(0)  # every rank has its weights: free memory is stable from now on
     gauge = Gauge(device, here)
     changeover, graphs = _run_largest_step(loaded, adapters)
     context = served.max_context(settings.max_context)
@@ -143,8 +144,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
 
 
 def _use_threads(settings: EngineSettings, device: torch.device, here: int) -> Callable[[int], None]:
-    """Has this rank, of so many on its host, take its threads, and on a CPU torch or our kernels compute; what changes
-    their number later."""
+    """Sets this rank's threads, of several ranks on its host, and on a CPU whether torch or our kernels compute.
+    Returns a function that changes the number later."""
     torch.set_num_threads(settings.threads or max(1, usable_cores() // here))
     if _uses_our_kernels(settings, device):
         from common.cpu.jit import use_threads  # numba takes its time
@@ -157,13 +158,13 @@ def _use_threads(settings: EngineSettings, device: torch.device, here: int) -> C
 
 
 def _uses_our_kernels(settings: EngineSettings, device: torch.device) -> bool:
-    """Those for CPUs."""
+    """Whether our CPU kernels are used."""
     return device.type == "cpu" and settings.kernels != "torch"
 
 
 @dataclass(frozen=True, slots=True)
 class _LoadedModel:
-    """What a rank computes with, once its partition of the weights is there."""
+    """The model of a rank, once its partition of the weights is loaded."""
 
     settings: EngineSettings
     decoder: Decoder | HfDecoder
@@ -173,7 +174,7 @@ class _LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The model's device."""
         return self.decoder.device
 
     def runner(
@@ -210,7 +211,7 @@ class _LoadedModel:
         )
 
     def _host_cache(self, room: CacheRoom, caches: Caches, proposer: DraftModel | None) -> HostCache:
-        """Of the model's blocks and of those of what proposes drafts."""
+        """Host places for the model's blocks and the proposer's."""
         tensors = [*caches.block_tensors, *(() if proposer is None else proposer.caches.block_tensors)]
         if not self.settings.kv_host_fd:
             return HostCache(tensors, room.host_blocks)
@@ -219,7 +220,7 @@ class _LoadedModel:
 
 
 def _core_share(loaded: _LoadedModel, use: Callable[[int], None]) -> CoreShare | None:
-    """This process's of its host's cores, taken anew between layers; None where it has its cores for itself."""
+    """This process's share of the host's cores, taken anew between layers; None if it has its cores to itself."""
     if not loaded.settings.core_share or loaded.device.type != "cpu" or loaded.group.size > 1:
         return None
     cores = CoreShare.of_this_host(torch.get_num_threads(), use)
@@ -232,10 +233,10 @@ def _core_share(loaded: _LoadedModel, use: Callable[[int], None]) -> CoreShare |
 def _run_largest_step(
     loaded: _LoadedModel, adapters: RankAdapters | HfAdapters | None
 ) -> tuple[Changeover | None, bool]:
-    """Runs the largest step, so that its memory is known; who computes it until our kernels are there, and whether
-    there can be graphs."""
+    """Runs the largest step to measure its memory. Returns the changeover to our kernels, if any, and whether there can
+    be graphs."""
     settings, device = loaded.settings, loaded.device
-    # A CPU needs no measuring where the size of the cache is given: whoever waits for a restart need not either.
+    # A CPU needs no measuring if the cache's size is given, which makes restarts faster.
     given = settings.kv_cache_bytes and device.type == "cpu"
     plan, blocks = _short_prompt_plan(settings) if given else largest_step(settings, loaded.arena.row_bytes)
     first, changeover = loaded.runner(CacheRoom(blocks, len(plan.chunks))), None
@@ -251,7 +252,7 @@ def _run_largest_step(
 
 
 def _capture(runner: ModelRunner, settings: EngineSettings, context: int, loaded: _LoadedModel) -> None:
-    """Captures graphs of steps up to a context, those of a model that proposes drafts as well."""
+    """Captures graphs of steps up to a context, and those of a draft model."""
     bounds = CaptureBounds(
         settings.max_running,
         settings.max_step_tokens,
@@ -274,7 +275,7 @@ def _decoder(
     group: TensorGroup,
     text: TextSide | None = None,
 ) -> Decoder | HfDecoder:
-    """Ours, of a `text` that is known, or of a family; or transformers', for which not everything is there."""
+    """Our decoder, for a known `text` or a family; or transformers', which lacks some features."""
     if settings.hf is None or text is not None:
         scaled = settings.kv_cache_dtype is CacheDtype.FP8
         own: dict[str, Any] = {"weight_dtype": settings.weight_dtype, "text": text, "cache_scales": scaled}
@@ -290,9 +291,8 @@ def _decoder(
 def _with_larger_steps(
     settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder
 ) -> EngineSettings:
-    """With steps that have room for the rows of any one picture, where these are computed at once, and for a usual
-    prompt with it, where that is; beside a token of everybody else who may run. As they are where they were asked
-    for."""
+    """Enlarges steps to hold the rows of any one picture, if these are computed at once, and a typical prompt with it,
+    if that is; beside one token of every other running sequence. Configured sizes are kept."""
     if not settings.grows_steps or settings.hf is None or decoder.chunk_rule.may_end_in_run:
         return settings
     of_prompts = decoder.chunk_rule.of_prompts
@@ -311,7 +311,7 @@ def _drafting(
     text: TextSide | None,
     dtype: torch.dtype,
 ) -> Drafting | None:
-    """What proposes drafts, if anything does. The first rank alone needs it: the others hear what is to be verified."""
+    """What proposes drafts, if anything does. Only the first rank needs it; the others are told what to verify."""
     own = {"weight_dtype": settings.weight_dtype}
     if settings.speculative_method == "mtp":
         made = load_mtp_layer(checkpoint := Checkpoint.resolve(settings.model), target, dtype, text=text, **own)
@@ -329,8 +329,8 @@ def _drafting(
 
 
 def _choose_kernels(names: list[str], group: TensorGroup, *, wait: bool) -> Changeover | None:
-    """Has our kernels compute, on all ranks, if these have them all; else torch, and a process compile them. With
-    `wait`, and where there is no folder that a process could keep them in, they are compiled here and now."""
+    """Uses our kernels, if all ranks have all of them; else torch's, while a process compiles ours. With `wait`, and if
+    there is no folder to keep them in, they are compiled here and now."""
     from common.cpu.jit import compile_all, find
 
     missing = not_kept(names)
@@ -347,7 +347,7 @@ def _choose_kernels(names: list[str], group: TensorGroup, *, wait: bool) -> Chan
 
 
 def _short_prompt_plan(settings: EngineSettings) -> tuple[StepPlan, int]:
-    """A prompt that the kernels for many rows compute, where there are such."""
+    """A prompt short enough for the kernels for many rows, if there are any."""
     if settings.kernels == "torch":
         return prompt(2, settings.block_size)
     from llm_service.layers.cpu.row_kernels import FEW
@@ -356,7 +356,7 @@ def _short_prompt_plan(settings: EngineSettings) -> tuple[StepPlan, int]:
 
 
 def _compile(decoder: Decoder, group: TensorGroup, device: torch.device) -> None:
-    """Raises CheckpointError where torch cannot compile what the layers are made of."""
+    """Raises CheckpointError if torch cannot compile the layers' parts."""
     if device.type != "cuda":
         raise CheckpointError("--compile is for GPUs: a CPU's weights are laid out in a way that torch cannot compile")
     if group.size > 1:

@@ -1,4 +1,4 @@
-"""From settings to what reads adapters, and to the slots that a rank has for them."""
+"""Reads adapters, and makes the slots that a rank has for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
 
 
 def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
-    """What reads an adapter's folder for this model, from any thread; None where no adapter is served."""
+    """The function that reads an adapter's folder for this model, callable from any thread; None if no adapters are
+    served."""
     if not settings.max_loras:
         return None
     hf, checkpoint = settings.hf, Checkpoint.resolve(settings.model)
@@ -32,14 +33,14 @@ def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
         return partial(read, settings.lora_dir, adaptable=adaptable)
 
     def read_own(path: str) -> Adapter:
-        """Beside the weights, wherever their links lead: the operator has named the checkpoint."""
+        """Read beside the weights, wherever their links lead: the operator has named the checkpoint."""
         return read("/", str((checkpoint.folder / path).resolve()).removeprefix("/"), adaptable)
 
     return read_own
 
 
 def _own_adaptable(settings: EngineSettings, hf: HfModel, checkpoint: Checkpoint) -> Adaptable:
-    """What a checkpoint's own adapters may change: by our names where our decoder knows its text, else by
+    """What a checkpoint's own adapters may change: by our names if our decoder computes its text, else by
     transformers'."""
     try:
         check_text(str(hf.text.get("model_type")))
@@ -49,8 +50,8 @@ def _own_adaptable(settings: EngineSettings, hf: HfModel, checkpoint: Checkpoint
 
 
 def rank_adapters(settings: EngineSettings, decoder: Decoder | HfDecoder) -> RankAdapters | HfAdapters | None:
-    """Slots for adapters, where some are served. Raises CheckpointError where transformers computes the text, but for
-    the checkpoint's own."""
+    """Slots for adapters, if any are served. Raises CheckpointError if transformers computes the text, except for the
+    checkpoint's own adapters."""
     if not settings.max_loras:
         return None
     if isinstance(decoder, Decoder):

@@ -1,7 +1,7 @@
-"""How many KV blocks this rank's memory holds, found out by running the largest step that there can be.
+"""How many KV blocks fit in this rank's memory, measured by running the largest possible step.
 
-What is left free when that step has run, less what it needed while it ran, is what a cache may take: no formula for
-activations, no surprise under load.
+The cache may take what is free after that step, less what the step needed while it ran: no formula for activations, and
+no surprise under load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llm_service.settings import EngineSettings
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.4
 """Of the free memory, unless the options say otherwise: a CPU's is shared with the encoder and with everyone else."""
 _SNAPSHOTS = 16
-"""At most, for each sequence that may run: where models are tiny there would be more than one can look through."""
+"""Most snapshots for each sequence that may run: tiny models would otherwise have more than can be searched."""
 _CGROUP = Path("/sys/fs/cgroup")
 _FILE_BLOCK = 512
 """Bytes that stat counts the memory of a file in."""
@@ -52,7 +52,7 @@ def largest_step(settings: EngineSettings, row_bytes: int) -> tuple[StepPlan, in
 
 
 def prompt(count: int, block_size: int) -> tuple[StepPlan, int]:
-    """A plan of one sequence of so many tokens, and the number of blocks that it uses."""
+    """A plan of one sequence of so many tokens, and the number of its blocks."""
     ids, width = array("i", [0] * count), -(-count // block_size)
     draws, tables = [Draw(at=count - 1)], [appended(0, range(width))]
     chunks = [Chunk(0, count, 0)]
@@ -74,7 +74,7 @@ class Gauge:
             torch.cuda.reset_peak_memory_stats(device)
 
     def free(self) -> int:
-        """Bytes that a cache could take, were the step to run again beside it; ranks share their host's memory."""
+        """Bytes that a cache could take while the step runs again; ranks share their host's memory."""
         if self._device.type == "cuda":
             return _free_of_gpu(self._device)
         page = resource.getpagesize()
@@ -91,7 +91,7 @@ def _free_of_gpu(device: torch.device) -> int:
 
 
 def available_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
-    """Bytes that this process may still take: what the machine has, or what is left of its control group's limit."""
+    """Bytes that this process may still take: of the machine, or within its control group's limit."""
     fields = dict(line.split(":") for line in proc.read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
@@ -101,21 +101,21 @@ def available_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP)
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # no such group, or "max": no limit
+    except (OSError, ValueError):  # no control group, or no limit ("max")
         return None
 
 
 def cache_budget(settings: EngineSettings, free: int, *, gpu: bool) -> int:
-    """Bytes for all that this rank keeps of sequences, where so many are free."""
+    """Bytes for all that this rank keeps of sequences, if so many are free."""
     share = settings.kv_memory_share or (_GPU_SHARE if gpu else _CPU_SHARE)
     if not gpu:
-        free -= _host_bytes_to_come(settings)  # which is the same memory
+        free -= _host_bytes_to_come(settings)  # it is the same memory
     return settings.kv_cache_bytes or int(share * max(0, free))
 
 
 def _host_bytes_to_come(settings: EngineSettings) -> int:
-    """What this rank's blocks on the host are still to take: of memory that the front has as well, it may have taken
-    some, or all, already."""
+    """Bytes that this rank's host blocks have yet to take: the front may have allocated some or all of a shared memory
+    already."""
     if not settings.kv_host_fd:
         return settings.kv_host_bytes
     taken = os.fstat(settings.kv_host_fd).st_blocks * _FILE_BLOCK
@@ -123,10 +123,10 @@ def _host_bytes_to_come(settings: EngineSettings) -> int:
 
 
 def slot_count(settings: EngineSettings, slot_bytes: int, budget: int, group: TensorGroup) -> int:
-    """State slots that every rank can hold: one for each sequence that may run, but in half of the least budget, since
-    sequences need blocks as well; 0 where no layer has states.
+    """State slots that every rank can hold: one for each sequence that may run, but in at most half of the smallest
+    budget, since sequences need blocks as well; 0 if no layer has states.
 
-    Raises CheckpointError where there is no room for one.
+    Raises CheckpointError if there is no room for one.
     """
     if not slot_bytes:
         return 0
@@ -138,9 +138,9 @@ def slot_count(settings: EngineSettings, slot_bytes: int, budget: int, group: Te
 
 
 def snapshot_count(settings: EngineSettings, slot_bytes: int, budget: int, group: TensorGroup) -> int:
-    """Slots that every rank can hold for snapshots of states, and for those from before drafts: their share of what the
-    states of sequences leave of the least budget, and no more than can be of use; 0 where no layer has states, or
-    nothing is cached, nor drafted."""
+    """Slots that every rank can hold for snapshots and for states from before drafts: their share of what sequences'
+    states leave of the smallest budget, and no more than can be useful; 0 if no layer has states, or there is neither
+    caching nor drafting."""
     useful = _SNAPSHOTS if settings.prefix_cache else int(settings.speculative_tokens > 0)
     if not slot_bytes or not useful:
         return 0
@@ -149,9 +149,9 @@ def snapshot_count(settings: EngineSettings, slot_bytes: int, budget: int, group
 
 
 def host_block_count(settings: EngineSettings, block_bytes: int, slot_bytes: int, group: TensorGroup) -> int:
-    """KV blocks that the host's memory keeps for every rank, beside its own; 0 where none are wanted.
+    """KV blocks in host memory for every rank; 0 if not configured.
 
-    Raises CheckpointError where there is no room for one, or where layers have states of `slot_bytes`.
+    Raises CheckpointError if there is no room for one, or layers have states (of `slot_bytes`).
     """
     if not settings.kv_host_bytes:
         return 0
@@ -166,10 +166,10 @@ def host_block_count(settings: EngineSettings, block_bytes: int, slot_bytes: int
 
 
 def block_count(settings: EngineSettings, block_bytes: int, budget: int, context: int, group: TensorGroup) -> int:
-    """KV blocks that every rank can hold: the least of what the ranks find, each from its own `budget` in bytes.
+    """KV blocks that every rank can hold: the least over the ranks, each from its own `budget` in bytes.
 
-    No more than the longest contexts of all sequences that may run at once would fill. Raises CheckpointError where
-    there is no room for one block.
+    At most as many as the longest contexts of all sequences that may run at once. Raises CheckpointError if there is no
+    room for one block.
     """
     wanted = settings.max_running * -(-context // settings.block_size)
     found = budget // block_bytes if settings.kv_cache_bytes else min(budget // block_bytes, wanted)

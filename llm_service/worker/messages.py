@@ -1,6 +1,6 @@
-"""What ranks are told. The front sends the engine `MirrorOrder`s, as rows arrive from encoders; the engine's thread
-that decides puts these, plans and all other orders into one `StepQueue`; the thread that computes, rank 0, takes them
-from there one by one, and tells the other ranks each as a `RankMessage` before it does the same itself."""
+"""Messages to ranks. The front sends `MirrorOrder`s to the engine as rows arrive from encoders. The deciding thread
+puts these, plans and all other orders into one `StepQueue`. The computing thread, which is rank 0, takes them one by
+one, and sends each to the other ranks as a `RankMessage` before it carries it out itself."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class PullRows(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Copy rows from an encoder's pool of device memory to a rank's mirror of the row arena."""
 
     id: int
-    """What a `PullEnded` answers."""
+    """The id of the `PullEnded` that answers."""
     region: str
-    """What the pool is called."""
+    """The name of the pool."""
     handle: bytes
     """Opens it."""
     source: int
@@ -28,11 +28,11 @@ class PullRows(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     size: int
     """Bytes, of whole rows."""
     row_sum: int
-    """What `device_memory.row_sum` gives for them, as an unsigned number."""
+    """The value of `device_memory.row_sum` for them, unsigned."""
 
 
 class InvalidateRows(msgspec.Struct, frozen=True, tag=True):
-    """`size` bytes at `offset` of the arena are given to other rows: what the mirror has there counts no more."""
+    """`size` bytes at `offset` of the arena now belong to other rows; the mirror's content there is invalid."""
 
     offset: int
     size: int
@@ -45,11 +45,11 @@ class UnmapPool(msgspec.Struct, frozen=True, tag=True):
 
 
 MirrorOrder = PullRows | InvalidateRows | UnmapPool
-"""What ranks do to their mirrors: all of them the same, in the same order, between two steps."""
+"""Orders for mirrors: every rank carries out the same ones in the same sequence, between two steps."""
 
 
 class Pulled(enum.IntEnum):
-    """What came of a `PullRows`, the worst first: of a group's ranks, the least one counts."""
+    """The result of a `PullRows`, the worst first: over the ranks of a group, the minimum counts."""
 
     UNREACHABLE = 0
     DAMAGED = 1
@@ -70,18 +70,18 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 AdapterOrder = AddAdapter | RemoveAdapter
-"""What ranks do about adapters: all of them the same, in the same order, between two steps."""
+"""Orders for adapters: every rank carries out the same ones in the same sequence, between two steps."""
 
 
 class OffloadBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Copy KV blocks to the host's memory, (block, place) each, in this order. Once every rank has, whatever was to be
-    read from places of the host before is read as well."""
+    """Copies KV blocks to host memory, (block, place) each, in this order. When every rank has done so, earlier reads
+    from host places are over as well."""
 
     pairs: list[tuple[int, int]]
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
-    """Compute this rank's partition of a plan, whose draws say no more than their places."""
+    """Compute this rank's partition of a plan, whose draws have only their positions."""
 
     plan: StepPlan
 

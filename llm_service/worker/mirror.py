@@ -1,6 +1,6 @@
-"""Rows on a rank's own device: a mirror of the row arena, filled by copies out of encoders' device memory. A row lies
-at the same offset in both; what was pulled is in the mirror, all else in the arena. The front orders every copy
-(`PullRows`), ranks obey the same orders between the same steps, and what did not land on all of them is on none."""
+"""Rows on a rank's own device: a mirror of the row arena, filled from encoders' device memory. A row has the same
+offset in both; pulled rows are in the mirror, all others in the arena. The front orders every copy (`PullRows`), ranks
+carry out the same orders between the same steps, and a copy counts only if it succeeded on all of them."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class ByteRanges:
 
 
 class Mirror:
-    """`size` bytes on `device`, for rows of `row_bytes` bytes in `dtype`. Pools are opened once and kept open. What is
-    begun within `beside` waits for no step, and no step in flight reads where rows are pulled to.
+    """`size` bytes on `device`, for rows of `row_bytes` bytes in `dtype`. Pools are opened once and stay open. Work
+    within `beside` waits for no step, and no running step reads where rows are pulled to.
 
     Raises DeviceMemoryError for rows that cannot be checked.
     """
@@ -101,7 +101,7 @@ class Mirror:
 
     @torch.inference_mode()
     def obey(self, order: MirrorOrder, agree: Callable[[int], int]) -> Pulled:
-        """Does what it is told; `agree` gives the least of what all ranks say. LANDED for what is no pull."""
+        """Carries out an order; `agree` returns the minimum over all ranks. LANDED for orders other than pulls."""
         match order:
             case PullRows():
                 with self._beside():
@@ -118,7 +118,7 @@ class Mirror:
         return Pulled.LANDED
 
     def _pull(self, pull: PullRows) -> Pulled:
-        """Copies, waits for the copy, and looks at what has come: whoever writes to the pool later writes too late."""
+        """Copies, waits, and then checks the rows: writes to the pool after that do not matter."""
         target = self._bytes[pull.target : pull.target + pull.size]
         if len(target) != pull.size or pull.target < 0 or not pull.size or pull.size % self._row_bytes:
             return Pulled.DAMAGED
@@ -127,7 +127,7 @@ class Mirror:
         except DeviceMemoryError as error:
             _log.warning("an encoder's device memory cannot be read", region=pull.region, cause=str(error))
             return Pulled.UNREACHABLE
-        ends = torch.stack(target.view(self._dtype).aminmax())  # neither is finite where any number is not
+        ends = torch.stack(target.view(self._dtype).aminmax())  # neither is finite if any number is not
         whole = row_sum(target, self._row_bytes)
         found, is_finite = torch.stack([whole, ends.isfinite().all().to(torch.int64)]).tolist()
         return Pulled.LANDED if as_unsigned(found) == pull.row_sum and is_finite else Pulled.DAMAGED
@@ -139,7 +139,7 @@ class Mirror:
 
 
 def _close(region: str, mapping: Mapping) -> None:
-    """Its owner may be gone, and then the driver may refuse; nothing is to be had from it any more in any case."""
+    """The driver may refuse if the owner is gone; nothing more can be read there in any case."""
     try:
         mapping.close()
     except DeviceMemoryError as error:

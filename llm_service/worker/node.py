@@ -22,7 +22,7 @@ _log = log.get("node")
 
 
 async def lend(first: RankPlace, start_seconds: float, log_level: str) -> None:
-    """Runs this host's ranks, of which this is the first, until SIGTERM or SIGINT."""
+    """Runs this host's ranks, the first of which is given, until SIGTERM or SIGINT."""
     log.configure(log_level, service="llm-node")
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -38,7 +38,7 @@ async def _keep(first: RankPlace, start_seconds: float, *, pause: float = _RESTA
     while True:
         try:
             await _run(first, start_seconds)
-        except (ChildDied, OSError) as error:  # or there was no memory for a process, for a moment
+        except (ChildDied, OSError) as error:  # or memory for a process was short for a moment
             _log.warning("the group has ended; this host joins the next one", cause=str(error))
         await asyncio.sleep(pause)
 
@@ -71,7 +71,7 @@ async def _run(first: RankPlace, start_seconds: float) -> None:
 
 
 async def _joined(children: Sequence[Child[Joined]], start_seconds: float) -> None:
-    """Returns when all of them have joined their group, which waits for the first host."""
+    """Waits until all of them have joined their group, which waits for the first host."""
     try:
         async with asyncio.timeout(start_seconds):
             for child in children:

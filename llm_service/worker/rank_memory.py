@@ -1,4 +1,4 @@
-"""What a rank's memory is given to beside weights: KV blocks and states, and what it shares with others."""
+"""What a rank's memory is used for besides weights: KV blocks, states, and memory shared with others."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _log = log.get("load")
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """How much a rank keeps of sequences: KV blocks, slots for states and for snapshots of them, blocks on the host,
-    each of so many bytes as no rank has more of; and bytes that a block takes."""
+    """What a rank keeps of sequences: numbers of KV blocks, state slots, snapshot slots and host blocks, each of as
+    many bytes as the rank with the largest has; and the bytes of a block."""
 
     blocks: int
     slots: int
@@ -49,7 +49,7 @@ def cache_room(
     budget: int,
     context: int,
 ) -> CacheRoom:
-    """What every rank can keep in its own `budget` of bytes. Raises CheckpointError where that is too little."""
+    """What every rank can keep within its `budget` in bytes. Raises CheckpointError if that is too little."""
     specs = [mixer.cache_spec() for mixer in decoder.mixers()]
     one_slot = slot_bytes(specs)
     one_block = block_bytes(specs, settings.block_size, decoder.kv_dtype, settings.kv_cache_dtype)
@@ -59,7 +59,7 @@ def cache_room(
     snapshots = snapshot_count(settings, one_slot, budget, group)
     blocks = block_count(settings, one_block, budget - snapshots * one_slot, context, group)
     host_blocks = host_block_count(settings, one_block, one_slot, group)
-    largest = -group.all_reduce_min(-one_block) if host_blocks else 0  # the first rank may have drafts' besides
+    largest = -group.all_reduce_min(-one_block) if host_blocks else 0  # the first rank may have a proposer's as well
     return CacheRoom(blocks, slots, snapshots, host_blocks, largest, one_block)
 
 
@@ -71,8 +71,8 @@ def host_memory(settings: EngineSettings, rank: int) -> memoryview:
 
 
 def with_cache_dtype(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder) -> EngineSettings:
-    """With keys and values as they are asked for; as they are computed where a checkpoint suggests what cannot be.
-    Raises CheckpointError where what is asked for cannot be."""
+    """Settings with the type of keys and values as configured, or, if the checkpoint suggests one that is not possible,
+    as computed. Raises CheckpointError if the configured one is not possible."""
     try:
         if settings.kv_cache_dtype is not CacheDtype.AUTO:
             check_small_cache(decoder, settings.kv_cache_dtype)
@@ -87,7 +87,7 @@ def with_cache_dtype(settings: EngineSettings, checkpoint: Checkpoint, decoder: 
 
 
 def check_small_cache(decoder: Decoder | HfDecoder, kept: CacheDtype) -> None:
-    """Raises CheckpointError where keys and values of this model cannot be kept in 8 bits."""
+    """Raises CheckpointError if this model's keys and values cannot be kept in 8 bits."""
     if isinstance(decoder, HfDecoder):
         raise CheckpointError(f"--kv-cache-dtype {kept} is not for a text that transformers computes")
     for spec in (mixer.cache_spec() for mixer in decoder.mixers()):
@@ -100,12 +100,13 @@ def check_small_cache(decoder: Decoder | HfDecoder, kept: CacheDtype) -> None:
 
 
 def reachable(settings: EngineSettings, devices: Sequence[torch.device]) -> list[str]:
-    """UUIDs of the devices whose memory every rank can read; none where ranks keep no mirror."""
+    """UUIDs of the devices whose memory every rank can read; empty if ranks keep no mirrors."""
     return _memory(devices[0]).reachable(devices) if settings.row_mirror else []
 
 
 def with_symmetric_memory(group: TensorGroup, dtype: torch.dtype, device: torch.device) -> TensorGroup:
-    """The group with sums by symmetric memory, which have summed as NCCL does on every rank. Raises CheckpointError."""
+    """The group with sums by symmetric memory, after checking on every rank that they equal NCCL's. Raises
+    CheckpointError."""
     from llm_service.layers.gpu.symmetric_sum import SymmetricSum
 
     assert group.process_group is not None, "there are several ranks"
@@ -123,7 +124,7 @@ def with_symmetric_memory(group: TensorGroup, dtype: torch.dtype, device: torch.
 
 
 def row_mirror(settings: EngineSettings, device: torch.device, width: int, dtype: torch.dtype) -> Mirror:
-    """A copy of the row arena in this device's memory. Raises CheckpointError where that cannot be shared."""
+    """A mirror of the row arena on this device. Raises CheckpointError if its memory cannot be shared."""
     row_bytes = settings.row_levels * width * dtype.itemsize
     try:
         return Mirror(_memory(device), device, settings.row_arena_bytes, row_bytes, dtype, _beside_steps(device))
@@ -132,13 +133,13 @@ def row_mirror(settings: EngineSettings, device: torch.device, width: int, dtype
 
 
 def _beside_steps(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """A block whose work runs on a stream of its own: its end can be waited for while steps are in flight. That is
-    waited for by the thread that launches steps, so it goes first where both are ready."""
+    """A context whose work runs on a stream of its own, so that its end can be waited for while steps run. The thread
+    that launches steps waits for it, so this stream has priority."""
     return partial(torch.cuda.stream, torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else nullcontext
 
 
 def _memory(device: torch.device) -> DeviceMemory:
-    """Raises CheckpointError where this device's memory cannot be shared."""
+    """Raises CheckpointError if this device's memory cannot be shared."""
     try:
         return driver(device)
     except DeviceMemoryError as error:

@@ -1,6 +1,6 @@
-"""The ranks of a tensor-parallel group: how they meet, how a step plan reaches them, how a lost one is noticed.
+"""The ranks of a tensor-parallel group: how they meet, how step plans reach them, and how a lost rank is noticed.
 
-Rank 0 lives in the engine process and starts the others of its own host; `worker/node` starts those of other hosts.
+Rank 0 is in the engine process and starts the others of its host; `worker/node` starts those of other hosts.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class _Hosts:
 
 
 class Ranks:
-    """This process's membership of a group; `group` is what layers get, which sum over NCCL on GPUs, Gloo on CPUs.
+    """This process's membership of a group; `group` is what layers use to sum, by NCCL on GPUs and Gloo on CPUs.
 
     Plans travel as msgpack over Gloo, in a group of their own. Every rank sets a beat in the store and watches the
-    others' (`Heartbeat`); one that is frozen, dead or cut off ends the group, whatever the others are waiting in at
-    that moment: for those that have not come yet, or in a captured collective.
+    others' (`Heartbeat`). A rank that is frozen, dead or cut off ends the group, even if the others are waiting for
+    ranks to join, or in a captured collective.
     """
 
     def __init__(self, place: RankPlace, store: Store, children: Sequence[Process] = ()) -> None:
-        """Waits until all ranks are here. `children` are those that this process has started. Raises
+        """Waits until all ranks have joined. `children` are those that this process has started. Raises
         PlaceTakenError."""
         device = device_of(place)
         if device.type == "cuda":
@@ -71,17 +71,17 @@ class Ranks:
         self._hosts = _hosts(place) if place.nodes > 1 else None
 
     def wait_for_all(self) -> None:
-        """Returns when every rank has called it: after loading, which may take long."""
+        """Returns when every rank has called it, after loading, which may take long."""
         dist.barrier()
 
     def tell(self, message: bytes) -> None:
-        """Rank 0: sends a message to all others. Raises RuntimeError where one is gone."""
+        """Rank 0: sends a message to all others. Raises RuntimeError if one is gone."""
         dist.broadcast(torch.tensor([len(message)]), 0)
         if message:
             dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
 
     def hear(self) -> bytes:
-        """The others: waits for rank 0's next message, which may be empty. Raises RuntimeError where it is gone."""
+        """Other ranks: waits for rank 0's next message, which may be empty. Raises RuntimeError if it is gone."""
         length = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(length, 0)
         message = torch.empty(int(length), dtype=torch.uint8)
@@ -118,8 +118,8 @@ def _hosts(place: RankPlace) -> _Hosts:
 
 
 def join(place: RankPlace) -> Ranks:
-    """A rank that is not the first: joins the group, as soon as its store is there. Raises PlaceTakenError where that
-    is still the store of a group that has lost this rank and does not know."""
+    """Joins the group as a rank other than the first, as soon as its store is up. Raises PlaceTakenError if that store
+    still belongs to a group that has lost this rank without noticing."""
     limit = timedelta(seconds=_LOAD_SECONDS)
     return Ranks(place, TCPStore(place.host, place.port, place.size, is_master=False, timeout=limit))
 
@@ -130,9 +130,9 @@ def device_of(place: RankPlace) -> torch.device:
 
 
 def interface_towards(host: str, port: int) -> str:
-    """The name of the interface that packets to a host leave by, such as eth0; lo towards this host itself.
+    """The name of the interface that packets to a host leave by, such as eth0; lo for this host.
 
-    Raises OSError where there is no way to it.
+    Raises OSError if there is no route.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -145,7 +145,7 @@ def interface_towards(host: str, port: int) -> str:
 
 
 def _address(interface: str) -> str:
-    """An interface's IPv4 address; empty where it has none."""
+    """An interface's IPv4 address; empty if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
@@ -163,9 +163,9 @@ _BACKLOG = 1024
 
 
 def lead(settings: EngineSettings, arena_fd: int) -> Ranks:
-    """Keeps the store, starts this host's other ranks, which inherit shared memory, and waits until all have joined.
+    """Runs the store, starts this host's other ranks, which inherit shared memory, and waits until all have joined.
 
-    They are killed by the kernel when this process ends. Raises OSError where the store's address cannot be bound.
+    The kernel kills them when this process ends. Raises OSError if the store's address cannot be bound.
     """
     listening = socket.create_server(_meeting_place(settings), backlog=_BACKLOG)
     host, port = (settings.rendezvous.rpartition(":")[0] or "127.0.0.1"), listening.getsockname()[1]
@@ -200,7 +200,7 @@ def rank_place(rank: int, settings: EngineSettings, host: str, port: int) -> Ran
 
 
 def _meeting_place(settings: EngineSettings) -> tuple[str, int]:
-    """Where the store listens: on this host alone, unless other hosts take part."""
+    """Where the store listens: only on this host, unless other hosts take part."""
     if settings.nodes == 1:
         return "127.0.0.1", 0
     host, _, port = settings.rendezvous.rpartition(":")
@@ -209,7 +209,7 @@ def _meeting_place(settings: EngineSettings) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """A rank that this process has started, and the link to it, which stays open as long as both live."""
+    """A rank that this process has started, and the link to it, which is open as long as both live."""
 
     process: subprocess.Popen[bytes]
     link: ParentLink[None]

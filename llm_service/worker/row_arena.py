@@ -39,8 +39,8 @@ def _unlock(memory: Tensor) -> None:
 
 
 class RowArena:
-    """The landed rows, as the workers see them: `levels` · `width` elements of `dtype` a row, in shared memory, but for
-    those that `mirror` has on the device."""
+    """The rows as workers see them: `levels` · `width` elements of `dtype` each, in shared memory, except those that
+    `mirror` has on the device."""
 
     def __init__(
         self, memory: memoryview, levels: int, width: int, dtype: torch.dtype, mirror: Mirror | None = None
@@ -53,12 +53,12 @@ class RowArena:
         self._pinned: PinnedCopies | None = None
 
     def pin(self) -> None:
-        """Lets a GPU copy rows by itself: nobody may write where a step reads before that step is over."""
+        """Lets a GPU read rows by DMA: nobody may write rows that a step reads before that step is over."""
         self._pinned = PinnedCopies(self._bytes)
 
     @property
     def the_mirror(self) -> Mirror:
-        """The mirror, where it is known that there is one."""
+        """The mirror, which must exist."""
         assert self.mirror is not None, "an order for a mirror that there is not"
         return self.mirror
 
@@ -72,7 +72,7 @@ class RowArena:
         return self._bytes[rows.offset : rows.offset + rows.count * self.row_bytes]
 
     def read(self, rows: RowSlice) -> list[Tensor]:
-        """Views [n, levels, width] of a run of rows, in order, each where its rows are."""
+        """Views [n, levels, width] of a run of rows, in order, wherever they are."""
         if self.mirror is None:
             return [self._shaped(self.bytes_of(rows))]
         return [

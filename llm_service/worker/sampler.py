@@ -16,19 +16,18 @@ from common.transfer import ToHost, to_device
 from llm_service.plan import Draw, PromptLogprobsAsked, StepResult, TokenLogprobs
 
 _ROWS_ON_GPU, _ROWS_ON_CPU = 64, 8
-"""Rows that are drawn from at once: with 150 000 words each takes about 5 MB, which a CPU's cache should hold."""
+"""Rows drawn from at once: with 150 000 words each takes about 5 MB, and a CPU's cache should hold them."""
 
 _REACH = (512, 8192)
 """Of how many values the order is found at first, and then."""
 
 _PLACES = 128
-"""Places whose logits are held at once: with 150 000 words, about 80 MB of float32."""
+"""Positions whose logits are held at once: with 150 000 words, about 80 MB of float32."""
 
 
 class Drawn:
-    """What was drawn: `tokens` int64 [len(draws)], on the device, and on their way to the host together with
-    log-probabilities where these were asked for. Those are of the model's own distribution: of untouched `logits`, at
-    temperature 1."""
+    """The tokens drawn: `tokens` int64 [len(draws)], on the device, and being copied to the host together with
+    log-probabilities if asked for. These are of the model's own distribution: untouched `logits` at temperature 1."""
 
     def __init__(self, tokens: Tensor, logits: Tensor | None = None, draws: Sequence[Draw] = ()) -> None:
         self.tokens = tokens
@@ -51,9 +50,9 @@ class Drawn:
 
 
 def draw(logits: Tensor, draws: Sequence[Draw], chosen: Tensor) -> Drawn:
-    """float32 logits [len(draws), vocabulary] → one token for each draw, with log-probabilities where asked for.
+    """float32 logits [len(draws), vocabulary] → one token for each draw, with log-probabilities if asked for.
 
-    `chosen` int64 are the tokens of the step before, for draws that carry one over.
+    `chosen` int64 are the tokens of the step before, for draws that depend on one.
     """
     if any(draw.carried >= 0 for draw in draws):
         known = chosen.tolist()
@@ -87,7 +86,8 @@ def _draw(rows: Tensor, draws: Sequence[Draw]) -> Tensor:
     weights.masked_fill_(values < min_kept(values, weights, draws).unsqueeze(-1), 0.0)
     total = weights.cumsum(-1)
     whole = total[:, -1:].contiguous()
-    # The first place at which the sum is above the share; where rounding leaves none, the last one that adds to it.
+    # The first position at which the cumulative sum exceeds the share; if rounding leaves none, the last one that adds
+    # to it.
     place = torch.searchsorted(total, uniform * whole, right=True)
     last = torch.searchsorted(total, whole).clamp_(max=rows.shape[1] - 1)  # a row that is not a number has none
     return torch.minimum(place, last).squeeze(-1)
@@ -102,7 +102,7 @@ def _adjust(rows: Tensor, draws: Sequence[Draw]) -> None:
 
 
 def _penalise(rows: Tensor, draws: Sequence[Draw]) -> None:
-    """Repetition counts tokens of prompt and output alike, presence and frequency those of the output alone."""
+    """Repetition penalty counts tokens of prompt and output alike; presence and frequency count the output alone."""
     if not any(draw.prompt or draw.output for draw in draws):
         return
     device, vocabulary = rows.device, rows.shape[1]
@@ -111,7 +111,7 @@ def _penalise(rows: Tensor, draws: Sequence[Draw]) -> None:
     said, counts = _cells([draw.output for draw in draws], vocabulary).to(device).unique(return_counts=True)
     rates = [(draw.repetition_penalty, draw.presence_penalty, draw.frequency_penalty) for draw in draws]
     repetition, presence, frequency = torch.tensor(rates, device=device).T
-    seen = torch.cat([asked, said])  # what is in both gets the same number twice
+    seen = torch.cat([asked, said])  # tokens in both get the same number twice
     number = torch.finfo(rows.dtype)
     scores, rate = flat[seen], repetition[seen // vocabulary].clamp_(min=number.tiny)
     flat[seen] = torch.where(scores < 0, scores * rate, scores / rate).clamp_(max=number.max)
@@ -119,7 +119,7 @@ def _penalise(rows: Tensor, draws: Sequence[Draw]) -> None:
 
 
 def _cells(tokens: Sequence[bytes], vocabulary: int) -> Tensor:
-    """int64 [tokens]: where in the flattened rows these tokens, int32 as bytes, stand; one entry for each row."""
+    """int64 [tokens]: positions in the flattened rows of these tokens, int32 as bytes, one entry for each row."""
     cells = [np.frombuffer(some, np.int32).astype(np.int64) + row * vocabulary for row, some in enumerate(tokens)]
     return torch.from_numpy(np.concatenate(cells))
 
@@ -152,12 +152,12 @@ def _ban(rows: Tensor, draws: Sequence[Draw]) -> None:
 
 
 def min_kept(values: Tensor, weights: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """values float64 [k, vocabulary], at most 0 and 0 once in each row, and their exponentials → bounds [k]: what lies
-    below its row's bound cannot be drawn.
+    """values float64 [k, vocabulary], at most 0 with a maximum of 0 in each row, and their exponentials → bounds [k]:
+    values below their row's bound cannot be drawn.
 
-    As in transformers, top-k, top-p and min-p each count what the one before left, and tokens that are as likely as the
-    last one kept stay. A bound needs the highest values alone, in order; a whole vocabulary is sorted only where a row
-    is so flat that these do not reach.
+    As in transformers, top-k, top-p and min-p each apply to what the one before left, and tokens as likely as the last
+    one kept stay. A bound needs only the highest values, in order; the whole vocabulary is sorted only if a row is so
+    flat that these do not suffice.
     """
     bounds = torch.tensor([draw.min_p for draw in draws], dtype=torch.float64, device=values.device).log_()
     cut = [index for index, draw in enumerate(draws) if draw.top_p < 1.0 or 0 < draw.top_k < values.shape[1]]
@@ -185,14 +185,14 @@ def _cut(values: Tensor, mass: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _kept(head: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, vocabulary: int) -> Tensor:
-    """How many of the highest values, in descending order [m, n], stay: int64 [m, 1]; n where more might."""
+    """How many of the highest values, in descending order [m, n], stay: int64 [m, 1]; n if more might."""
     weights, n = head.exp(), head.shape[1]
     last = head.gather(1, top_k.long().clamp_(max=n) - 1)
     within = (head >= last) | (top_k > n)
     mass = torch.where(top_k > n, mass, weights.masked_fill(~within, 0.0).sum(-1, keepdim=True))
     before = weights.cumsum(-1) - weights
     kept = (within & (before < top_p * mass)).sum(-1, keepdim=True).clamp_(min=1)
-    return torch.where((top_k > n) & (top_k < vocabulary), n, kept)  # what top-k leaves in all is not known yet
+    return torch.where((top_k > n) & (top_k < vocabulary), n, kept)  # the total left by top-k is not known yet
 
 
 def _parts(indices: list[int], device: torch.device) -> Iterator[list[int]]:
@@ -204,9 +204,10 @@ def _parts(indices: list[int], device: torch.device) -> Iterator[list[int]]:
 def prompt_logprobs(
     hidden: Tensor, every: list[PromptLogprobsAsked], logits: Callable[[Tensor], Tensor]
 ) -> list[list[TokenLogprobs]]:
-    """How likely a prompt's tokens were: hidden [n, hidden] of a whole batch → one entry for each target of `every`.
+    """The log-probabilities of prompt tokens: hidden [n, hidden] of a whole batch → one entry for each target of
+    `every`.
 
-    `logits` is [m, hidden] → float32 [m, vocabulary]. Where a group computes it together, every rank must come here.
+    `logits` is [m, hidden] → float32 [m, vocabulary]. If a group computes it together, every rank must call this.
     """
     out: list[list[TokenLogprobs]] = []
     for asked in every:
@@ -222,14 +223,14 @@ def prompt_logprobs(
 
 
 def _likeliest(values: Tensor, targets: Tensor, top: int) -> Tensor:
-    """Log-probabilities float64 [m, vocabulary], targets int64 [m] → float64 [m, 1 + 2 · top]: of each row the
-    target's, the highest, and whose those are."""
+    """Log-probabilities float64 [m, vocabulary], targets int64 [m] → float64 [m, 1 + 2 · top]: for each row the
+    target's, the highest ones, and their tokens."""
     highest = values.topk(top)
     return torch.cat([values.gather(1, targets.unsqueeze(1)), highest.values, highest.indices.double()], dim=1)
 
 
 def _entries(likely: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """From what `_likeliest` gives, and how many each row wants of it."""
+    """Entries from the output of `_likeliest`, and how many each row wants."""
     width = likely.shape[1] // 2
     found = zip(likely[:, : 1 + width].tolist(), likely[:, 1 + width :].long().tolist(), tops, strict=True)
     return [TokenLogprobs.of(own, zip(tokens[:top], rest[:top], strict=True)) for (own, *rest), tokens, top in found]

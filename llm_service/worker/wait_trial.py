@@ -1,5 +1,5 @@
-"""Whether the host waits for the GPU while it launches steps of one token: tried at the start, since each such wait
-leaves the device idle once a token."""
+"""Tries at start whether the host waits for the GPU while it launches steps of one token, since each such wait leaves
+the device idle once a token."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _log = log.get("steps")
 
 
 def unmeant_waits(runner: ModelRunner) -> list[str]:
-    """Lines of code at which it does, but for the wait for tokens that drafts of a model are to follow. What the steps
-    leave in the runner, the first plans of its sequences write anew."""
+    """The lines of code that wait, except for the wait for tokens that a draft model needs. Whatever these steps leave
+    in the runner is overwritten by the first plans."""
     plan, _ = prompt(1, runner.caches.block_size)
     found: list[str] = []
     for draw in _DRAWS:
         step = msgspec.structs.replace(plan, draws=[draw])
-        runner.run(step)  # what is set up at the first call may wait
+        runner.run(step)  # set-up in the first call may wait
         with told_waits() as told:
             launched = runner.launch(step)
         launched.result()

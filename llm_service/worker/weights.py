@@ -1,4 +1,4 @@
-"""What a rank's weights are, and how many bytes: for operators."""
+"""A rank's weights and their bytes, for operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Weighty = LaidOut | GroupedProduct
 
 
 def describe(model: nn.Module, quantization: str) -> Weights:
-    """Of a model whose weights are final; `quantization` names what has quantised some of them, if anything."""
+    """Describes a model whose weights are final; `quantization` names what has quantised them, if anything."""
     plain = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters() if parameter.numel()}
     numbers: Counter[Number] = Counter()
     memory = short = total = 0
