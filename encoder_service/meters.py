@@ -72,7 +72,7 @@ def _queues(load: EncoderLoad) -> Iterator[Metric]:
     yield gauge("queued_patches", "patches that wait for a worker", load.queued_patches)
     yield gauge("running_patches", "patches that a worker is computing", load.running_patches)
     if load.estimated_seconds is not None:
-        about = "until all of these have been computed, by the pace of late"
+        about = "until all of these have been computed, by the pace of late or, if longer, by what workers take now"
         yield gauge("estimated_seconds", about, load.estimated_seconds)
     yield total("items", "items whose encoding ended", items, ["outcome"])
 

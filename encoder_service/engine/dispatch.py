@@ -131,10 +131,13 @@ class Dispatcher:
         return self._budget if patches is None else min(self._budget, patches)
 
     def estimate(self) -> float | None:
-        """Seconds until all that is here has been computed, by the pace of late; None where that is not known."""
+        """Seconds until all that is here has been computed, by the pace of late, or as long as each worker has computed
+        by now: what hangs takes longer than what came before it. None where that is not known."""
         patches = sum(unit.patches for unit in (*self._waiting, *self.running))
         seconds = self._pace.seconds(patches)
-        return seconds / self.alive if seconds is not None and self.alive else None
+        if seconds is None or not self.alive:
+            return None
+        return max(seconds / self.alive, min(slot.computing_seconds for slot in self._workers.slots if slot.child))
 
     def check(self, key: bytes) -> None:
         """Raises where an item cannot be computed: it ends workers, or there is none."""

@@ -56,7 +56,12 @@ class WorkerSlot:
     @property
     def busy_seconds(self) -> float:
         """Seconds in which it had a batch to compute, up to now; one that is got ready meanwhile counts in its turn."""
-        return self.worked if self.timer is None else self.worked + asyncio.get_running_loop().time() - self.began
+        return self.worked + self.computing_seconds
+
+    @property
+    def computing_seconds(self) -> float:
+        """Seconds for which it has computed what it is to answer next; 0 where that is nothing."""
+        return 0.0 if self.timer is None else asyncio.get_running_loop().time() - self.began
 
     @property
     def may_have_next(self) -> bool:

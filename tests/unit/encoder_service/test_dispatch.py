@@ -278,6 +278,19 @@ async def test_the_time_to_finish_is_unknown_until_a_batch_was_computed(start):
     assert dispatcher.estimate() == pytest.approx(2 * one_queue)
 
 
+async def test_the_time_to_finish_is_no_less_than_each_worker_has_computed_by_now(start, forward):
+    dispatcher, workers, _ = await start(workers=2)
+    await computed(dispatcher, workers[0], 1)
+    submit(dispatcher, b"a")
+    await turns()
+    forward(5.0)
+    assert dispatcher.estimate() < 5.0, "another one is idle"
+    submit(dispatcher, b"b")
+    await turns()
+    forward(7.0)
+    assert dispatcher.estimate() == 7.0
+
+
 async def test_each_batch_is_reported_with_its_fill(start):
     reports: list[BatchStats] = []
     dispatcher, (worker,), _ = await start(on_batch=reports.append)
