@@ -1,1 +1,1 @@
-"""The text decoder: its weights and what it computes."""
+"""The text decoder: its weights and its computation."""

@@ -38,9 +38,9 @@ def is_of_cache(name: str) -> bool:
 
 
 def read_cache_scales(checkpoint: Checkpoint, own_name: Callable[[str], str | None], decoder: Decoder) -> None:
-    """Has each layer of a decoder that is loaded multiply keys and values of e4m3 by what the checkpoint states for
-    them; `own_name` gives the decoder's name of a weight. Those of a cache of another kind are left alone. Raises
-    CheckpointError where a scale is none."""
+    """Has each layer of a loaded decoder scale e4m3 keys and values by the checkpoint's factors; `own_name` returns the
+    decoder's name of a weight. Factors for other kinds of cache are ignored. Raises CheckpointError for an invalid
+    factor."""
     stated = cache_type_of(checkpoint.config)
     if stated and not suggests_fp8_cache(checkpoint.config):
         return
@@ -64,8 +64,8 @@ def read_cache_scales(checkpoint: Checkpoint, own_name: Callable[[str], str | No
 def _stated_scales(
     checkpoint: Checkpoint, own_name: Callable[[str], str | None]
 ) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """The number of each of the decoder's layers that has scales, and their names, by `k` and `v`. A module is of the
-    layer whose weights it has: where transformers renames these, the decoder has no name for a scale."""
+    """The number of each of the decoder's layers that has scales, and their names, by `k` and `v`. A scale belongs to
+    the layer of its module's weights, since the decoder has no name for it if transformers renames those."""
     scales: dict[str, dict[str, str]] = {}
     weights: dict[str, list[str]] = {}
     for name in checkpoint.tensors:
@@ -83,7 +83,7 @@ def _stated_scales(
 
 
 def _read(reader: SliceReader, name: str, heads: int) -> Tensor:
-    """Of each KV head, float32 [heads]; 1 where none is stated."""
+    """The factors of the KV heads, float32 [heads]; 1 if none is stated."""
     if not name:
         return torch.ones(heads)
     stored = reader[name]

@@ -1,6 +1,6 @@
-"""A text decoder: layers of the kinds that its family says, with deepstack rows added on the way.
+"""A text decoder of the layers that its family describes, with deepstack rows added between them.
 
-It knows nothing of requests: it maps input embeddings and what each layer needs to know of a step to hidden states.
+It knows nothing of requests: it maps input embeddings and each layer's batch to hidden states.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from llm_service.layers.rotaries import rotary_of
 from llm_service.model_config.text import TextConfig
 
 _GROUPED = (9, 10)
-"""Compute capabilities (their first part) for which torch's grouped product has a kernel of its own."""
+"""Compute capabilities (major) for which torch has its own kernel of grouped products."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deepstack:
     """Rows to add after the first layers, or before those that the decoder names: level i, `values[i]` [m, hidden], to
-    the places `index` int64 [m], or, where that is None, to all places, one after the other."""
+    positions `index` int64 [m], or, if that is None, to all positions in order."""
 
     index: Tensor | None
     values: Tensor
 
     def taking_first(self, hidden: Tensor) -> Deepstack:
-        """With what the rows have in `hidden` [n, hidden] as the first level, before the others; zeros are left
+        """Makes the rows' values in `hidden` [n, hidden] the first level, before the others, and sets them to zero
         there."""
         assert self.index is not None, "rows have places"
         first = hidden[self.index].unsqueeze(0)
@@ -72,8 +72,9 @@ class Deepstack:
 
 
 class Decoder(nn.Module):
-    """One rank's part of a decoder: embeddings in, hidden states out; logits on demand. For a draft head it `extracts`
-    hidden states before these layers as well, counted from 0, with their number for what comes behind the last."""
+    """One rank's part of a decoder: embeddings in, hidden states out, and logits on demand. For a draft head it also
+    `extracts` the hidden states before these layers, counted from 0; the number of layers stands for the states after
+    the last."""
 
     extracts: tuple[int, ...] = ()
 
@@ -82,10 +83,10 @@ class Decoder(nn.Module):
         self.config = config
         self.dtype = dtype
         self.kv_dtype = dtype
-        """What keys and values are kept in."""
+        """The type of keys and values."""
         self.group = group
         layers = range(config.layers)
-        with device:  # weights are made there: the host need not hold all of them, nor copy what is not filled yet
+        with device:  # weights are allocated there, not on the host
             self.embed_tokens = embeddings_of(config, group, dtype)
             places = config.max_position, config.hidden_size, dtype
             self.embed_positions = PositionEmbedding(*places) if config.family.vocabulary.position_embeddings else None
@@ -116,37 +117,37 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of its weights."""
         return self.embed_tokens.weight.device
 
     @property
     def hidden_size(self) -> int:
-        """Of what is between layers."""
+        """Width of hidden states between layers."""
         return self.config.hidden_size
 
     @property
     def entry_size(self) -> int:
-        """Of what `forward` is told of a token."""
+        """Width of a token's input to `forward`."""
         return self.config.hidden_size
 
     @property
     def exit_size(self) -> int:
-        """Of what it gives of one."""
+        """Width of a token's output of `forward`."""
         return self.config.hidden_size * (1 + len(self.extracts))
 
     @property
     def position_rows(self) -> int:
-        """Of what `forward` takes as positions: one for each axis, the first of four a token's own number."""
+        """Number of rows of positions: one for each axis; of four, the first is a token's own number."""
         return 4 if self.config.rotary.own_sections else 3
 
     @property
     def spans(self) -> SpanRule:
-        """In which layers rows of one run see each other."""
+        """The layers in which rows of one run see each other."""
         return self.config.spans
 
     @property
     def chunk_rule(self) -> ChunkRule:
-        """Where a prompt may be cut, as its tokens see each other."""
+        """Where a prompt may be cut, given what its tokens see."""
         return ChunkRule.of(self.spans, self.together)
 
     @property
@@ -156,12 +157,12 @@ class Decoder(nn.Module):
 
     @property
     def together(self) -> tuple[int, ...]:
-        """Tokens of media, where all of a prompt see each other."""
+        """Media tokens, if all media of a prompt see each other."""
         return self.config.together
 
     @property
     def adds_rows(self) -> bool:
-        """Whether rows are added to what the table has for their places."""
+        """Whether rows are added to the token embeddings at their positions."""
         return self.config.adds_rows
 
     def forward(
@@ -176,13 +177,13 @@ class Decoder(nn.Module):
         token_ids: Tensor | None = None,
         at_places: Sequence[Any] | None = None,
     ) -> Tensor:
-        """hidden [n, hidden], positions int [position_rows, n], and for each layer with a mixer a cache and a batch,
-        as that takes them, and behind these those of companions → [n, hidden], and behind these numbers, side by side,
-        as many for each of `extracts`. `token_ids` int [n] are what `ids_of_layers` gives.
+        """hidden [n, hidden], positions int [position_rows, n], and a cache and a batch for each layer with a mixer,
+        followed by those of companions → [n, hidden], followed, side by side, by as many numbers for each of
+        `extracts`. `token_ids` int [n] are those of `ids_of_layers`.
 
-        With `places` int64 [m], m > 0, only theirs are wanted, [m, hidden]: the last layer, whose keys no other layer
-        needs more of, then computes little else. With batches of these `at_places` alone all layers that share keys
-        and values, which are there by then, compute no more than that.
+        With `places` int64 [m], m > 0, only these positions are returned, [m, hidden]: the last layer, whose keys no
+        other layer needs more of, then computes little else. With batches for these alone, `at_places`, all layers that
+        share earlier keys and values compute only these as well.
         """
         rotary, local = self._angles(positions, hidden.dtype)
         if self.config.entry_scale != 1:
@@ -235,8 +236,8 @@ class Decoder(nn.Module):
         return self._ended(hidden, residual, taken)
 
     def _ended(self, hidden: Tensor, residual: Tensor | None, taken: dict[int, Tensor]) -> Tensor:
-        """What `forward` gives, of what the last layer does, [n, hidden], and what is to be added to it; `taken` are
-        the states before layers."""
+        """The output of `forward`, from that of the last layer [n, hidden] and the residual to add; `taken` are the
+        states before layers."""
         whole, normed = self.norm.after_adding(hidden, residual)
         if not self.extracts:
             return normed
@@ -247,14 +248,14 @@ class Decoder(nn.Module):
         return torch.cat([normed, states], -1)
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Rotary, Rotary]:
-        """Of layers whose tokens see all before them, and of local ones."""
+        """The rotary tables of layers whose tokens see all before them, and of local layers."""
         rotary = self.rotary.tables(positions, dtype)
         return rotary, rotary if self.window_rotary is None else self.window_rotary.tables(positions, dtype)
 
     def ids_of_layers(self, token_ids: Tensor, rows: Iterable[tuple[int, int]]) -> Tensor | None:
-        """What layers look up inputs of their own by, of tokens int [n]: at the places [begin, end) of media rows the
-        padding, unless it is the tokens there, and but for n-grams; where experts are chosen by modality, 1 for tokens
-        of media and their marks, else 0; None where they have none."""
+        """What layers look up per-layer inputs by, for tokens int [n]: the padding token at media positions [begin,
+        end), unless they use the tokens there, except for n-grams; if experts are chosen by modality, 1 for media
+        tokens and their marks, else 0; None if layers need none."""
         if self.config.media_tokens:
             return torch.isin(token_ids, self._media_tokens).to(token_ids.dtype)
         if self.layer_inputs is None:
@@ -267,13 +268,13 @@ class Decoder(nn.Module):
         return token_ids
 
     def mixers(self) -> list[CachedPart]:
-        """Those of the layers that have one, in order, and behind them layers' companions."""
+        """The mixers of layers that have one, in order, followed by layers' companions."""
         layers = [cast(DecoderLayer | MixerLayer, layer) for layer in self.layers if hasattr(layer, "mixer")]
         companions = [layer.companion for layer in layers if layer.companion is not None]
         return [*(layer.mixer for layer in layers), *companions]
 
     def finalize(self) -> None:
-        """Called when the weights are final and laid out: has kernels of ours compute where the device has any."""
+        """Called when weights are final: uses our kernels, if the device has any."""
         if self.lm_head.weight is not self.embed_tokens.weight:
             self.embed_tokens.finalize()
         if self.layer_inputs is not None:
@@ -281,7 +282,7 @@ class Decoder(nn.Module):
         self.use_kernels()
 
     def use_kernels(self) -> None:
-        """Has kernels of ours compute what is between the products, where the device has any."""
+        """Uses our kernels for the work between products, if the device has any."""
         if self.device.type == "cuda":
             from llm_service.layers.gpu import row_kernels, row_ops
 
@@ -298,18 +299,18 @@ class Decoder(nn.Module):
         return kernels_of(self).union(own.kernels if isinstance(own, NumbaCompiled) else ())
 
     def compile_layers(self) -> None:
-        """Has torch compile what is before and after attention in each layer, at its next use.
+        """Has torch compile the parts before and after attention in each layer, at their next use.
 
-        The layers share what is compiled, since their weights are arguments of it.
+        Layers share compiled code, since weights are its arguments.
         """
         for layer in self.layers:
-            use_ops(layer, TORCH)  # from which torch makes kernels of its own
+            use_ops(layer, TORCH)  # torch makes kernels from these
             for name in cast(Layer, layer).compiled:
                 setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
 
     def not_capturable(self) -> str:
-        """Why this decoder cannot be captured in a CUDA graph; empty where it can. The grouped product of experts asks
-        the device for its groups' sizes, except in the kernel that torch has for some GPUs."""
+        """Why this decoder cannot be captured in a CUDA graph; empty if it can. The grouped product of experts reads
+        its groups' sizes back from the device, except in torch's kernel for some GPUs."""
         if not self.config.experts:
             return ""
         if self.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device)[0] in _GROUPED:
@@ -324,13 +325,13 @@ class Decoder(nn.Module):
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def likeliest(self, hidden: Tensor) -> Tensor:
-        """[m, hidden] → int64 [m], of the tokens with the highest logits the first, on every rank: each looks through
-        its part, and no logits are exchanged. Neither a scale nor a cap changes their order."""
+        """[m, hidden] → int64 [m], the tokens with the highest logits (the first of equal ones), on every rank: each
+        searches its part, and no logits are exchanged. Scale and cap do not change the order."""
         return self.group.first_of_highest(self._scores(hidden).float(), self.config.vocab_size)
 
     def _scores(self, hidden: Tensor) -> Tensor:
-        """[m, hidden] → logits of this rank's part of the vocabulary [m, part], before they are scaled and capped;
-        those of tokens that are never said are the lowest number."""
+        """[m, hidden] → logits of this rank's part of the vocabulary [m, part], before scale and cap; tokens that are
+        never generated get the lowest number."""
         scores: Tensor = self.lm_head(hidden)
         if self.config.unsaid:
             scores.index_fill_(1, self._unsaid, torch.finfo(scores.dtype).min)
@@ -346,7 +347,8 @@ def embeddings_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) ->
 
 
 def head_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> PackedLinear:
-    """A rank's partition of the matrix of logits, which are sensitive to what their inputs lose."""
+    """A rank's partition of the logit matrix, which is kept precise because logits are sensitive to the precision of
+    its inputs."""
     words = {"lm_head": group.vocab_partition(config.vocab_size)}
     return PackedLinear(slice(0, config.hidden_size), words, bias=False, dtype=dtype, rounds_inputs=False)
 

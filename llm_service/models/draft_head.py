@@ -1,4 +1,4 @@
-"""A decoder that proposes drafts from what the model that verifies has made of the tokens before."""
+"""A decoder that proposes drafts from the hidden states of the model that verifies."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from llm_service.models.quantized import load_weights
 
 
 class DraftHead(Decoder):
-    """What is told to `Decoder.forward` are not embeddings, but what `join` makes of them. It is given hidden states of
-    the model that verifies: where `reads` is empty normed ones, behind its last layer, else those before each of these
-    layers, counted from 0, side by side; its own where it goes on by itself."""
+    """The input of `forward` is the result of `join`, not embeddings. It gets hidden states of the model that verifies:
+    if `reads` is empty, the normed ones after its last layer, else those before each of these layers, counted from 0,
+    side by side; and its own when it continues by itself."""
 
     reads: tuple[int, ...] = ()
 
     def take_ends(self, target: Decoder, *, embeddings: bool = True, head: bool = True) -> None:
-        """Has it look up tokens in the model's table, and compute logits by the model's matrix. Of a model whose ranks
-        have parts of these it gets both, whole, to be filled."""
+        """Uses the model's token table and logit matrix. If that model's ranks have parts of these, it gets both,
+        whole, to be filled."""
         if target.group.size == 1:
-            # Not among this one's own modules: they are the model's, which has finalized them.
+            # Not registered as modules of this one: the model has finalized them.
             given = {"embed_tokens": target.embed_tokens} if embeddings else {}
             vars(self).update({**given, "lm_head": target.lm_head} if head else given)
             return
@@ -40,23 +40,23 @@ class DraftHead(Decoder):
             self.lm_head.weight = self.embed_tokens.weight
 
     def finalize(self) -> None:
-        """As `Decoder.finalize`, but for what is the model's."""
+        """As `Decoder.finalize`, except for modules of the model."""
         tied = "lm_head" in self._modules and self.lm_head.weight is self.embed_tokens.weight
         if "embed_tokens" in self._modules and not tied:
             self.embed_tokens.finalize()
         self.use_kernels()
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """What that model gives, [n, width] → [n, hidden], as its own hidden states are."""
+        """The model's output [n, width] → [n, hidden], in the form of its own hidden states."""
         return hidden
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Embeddings of the next tokens and hidden states, [n, hidden] each → what the first layer takes."""
+        """Embeddings of the next tokens and hidden states, [n, hidden] each → the input of the first layer."""
         raise NotImplementedError
 
 
 def check_target(target: Decoder, what: str) -> None:
-    """Raises CheckpointError where that is not known for a model."""
+    """Raises CheckpointError if heads are not supported for a model."""
     shape = target.config
     if any(several is not None for several in (shape.streams, shape.balanced, shape.opened, shape.alternating)):
         raise CheckpointError(f"{what} is not known for texts with several streams between layers")
@@ -65,7 +65,7 @@ def check_target(target: Decoder, what: str) -> None:
 def fill_head(
     head: DraftHead, weights: Iterable[tuple[str, Stored]], target: Decoder, dtype: torch.dtype, weight_dtype: str
 ) -> None:
-    """As `fill_decoder`, where the model is, with the types that `load_decoder` was told for it."""
+    """As `fill_decoder`, on the model's device, with the types that `load_decoder` got for it."""
     bfloat16 = dtype == torch.bfloat16 and target.dtype == torch.float32
     fill_decoder(head, weights, target.device, Rounded.of(weight_dtype, bfloat16=bfloat16))
 
@@ -73,8 +73,8 @@ def fill_head(
 def ends_of(
     head: DraftHead, checkpoint: Checkpoint, text: TextSide | None, *, but: Collection[str] = ()
 ) -> Iterator[tuple[str, Stored]]:
-    """What a head has to be given of the table of tokens and the matrix of logits of a model, whose checkpoint it is,
-    `but` for what it has; `text` is as `load_decoder` was told."""
+    """What a head needs of the model's token table and logit matrix; `checkpoint` is the model's, `but` names what it
+    has already, and `text` is as in `load_decoder`."""
     wanted = {TABLE, HEAD}.intersection(name for name, _ in targets(head, tied=head.config.tied)).difference(but)
     if not wanted:
         return

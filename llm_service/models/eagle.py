@@ -1,6 +1,6 @@
-"""EAGLE-3 (Li et al. 2025, https://arxiv.org/abs/2503.01840): a head that is trained for one model, with words of its
-own. At position p it is given the model's hidden states there, before three of its layers, and the embedding of token
-p + 1. Where it goes on by itself its own hidden state is in their place."""
+"""EAGLE-3 (Li et al. 2025, https://arxiv.org/abs/2503.01840): a head trained for one model, with a vocabulary of its
+own. At position p its input is the model's hidden states there, before three of its layers, and the embedding of token
+p + 1. When it continues by itself, its own hidden state replaces those."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from llm_service.models.loader import HEAD, TABLE, TextSide
 from llm_service.models.quantized import load_weights
 
 _MIDDLE = "midlayer."
-"""What heads of one layer call it."""
+"""The prefix of the layer in heads with one layer."""
 
 
 class JoinedAttention(SelfAttention):
-    """Self-attention whose inputs are embeddings and hidden states side by side."""
+    """Self-attention whose input is embeddings and hidden states side by side."""
 
     def _inputs(self, config: TextConfig) -> slice:
         return slice(0, 2 * config.hidden_size)
 
 
 class JoiningLayer(DecoderLayer):
-    """The first layer of a head: it is given embeddings and hidden states side by side, each of which it norms; what
-    its parts give is added to the hidden states, normed ones where `adds_to_normed`."""
+    """The first layer of a head: its input is embeddings and hidden states side by side, each of which it norms; its
+    parts add to the hidden states, after their norm if `adds_to_normed`."""
 
     def __init__(
         self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype, *, adds_to_normed: bool
@@ -54,7 +54,7 @@ class JoiningLayer(DecoderLayer):
         self._adds_to_normed = adds_to_normed
 
     def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """[n, 2 · hidden], and nothing to be added to it → what parts are added to, and what is mixed."""
+        """[n, 2 · hidden] and no residual → what parts add to, and the input of the mixer."""
         assert residual is None, "nothing comes before it"
         embeddings, hidden = (half.contiguous() for half in x.chunk(2, -1))
         normed = self.hidden_norm(hidden)
@@ -63,7 +63,7 @@ class JoiningLayer(DecoderLayer):
 
 
 class EagleDecoder(DraftHead):
-    """A head beside the model that it was trained for. Embeddings, and logits, are the model's unless the head's
+    """A head beside the model that it was trained for. It uses the model's embeddings and logits unless the head's
     checkpoint has its own."""
 
     def __init__(self, eagle: EagleConfig, target: Decoder, *, own_embeddings: bool, own_head: bool) -> None:
@@ -138,7 +138,7 @@ class EagleDecoder(DraftHead):
         token_ids: Tensor | None = None,
         at_places: Sequence[Any] | None = None,
     ) -> Tensor:
-        """See `Decoder.forward`; [n, hidden] is what its next step goes on from."""
+        """See `Decoder.forward`; the output [n, hidden] is what its next step continues from."""
         return super().forward(
             hidden, positions, caches, batches, None, places, token_ids=token_ids, at_places=at_places
         )
@@ -172,8 +172,8 @@ def load_eagle(
     weight_dtype: str = "",
     text: TextSide | None = None,
 ) -> EagleDecoder:
-    """A head beside the decoder that it was trained for, which is loaded, `of` its checkpoint, with the same types and
-    the same `text` as `load_decoder`. Raises CheckpointError where it is none, or is not for that one."""
+    """Loads a head beside its decoder, which is loaded; `of` is that one's checkpoint; types and `text` are as in
+    `load_decoder`. Raises CheckpointError if it is not a head, or not for that model."""
     check_target(target, "a head")
     stored = {own: name for name in checkpoint.tensors if (own := _own_name(name)) is not None}
     eagle, shape = _fitted(checkpoint, stored, target.config), target.config
@@ -194,11 +194,11 @@ def load_eagle(
 
 
 def _fitted(checkpoint: Checkpoint, stored: Collection[str], shape: TextConfig) -> EagleConfig:
-    """What a head is whose tensors are `stored` by these names, beside a model of such a shape: its config.json may
-    leave that open, or say otherwise. It `ties` where it does so indeed. Raises CheckpointError as `load_eagle`."""
+    """The configuration of a head whose tensors are named in `stored`, for a model of this shape; config.json may leave
+    settings open, or contradict them. Raises CheckpointError as `load_eagle`."""
     config = checkpoint.config
     if any(name.removeprefix("model.").startswith(_MIDDLE) for name in checkpoint.tensors):
-        config = {**config, "num_hidden_layers": 1}  # the one, where some state those of the model
+        config = {**config, "num_hidden_layers": 1}  # one; some configurations state the model's number
     eagle = EagleConfig.of(config, shape.layers)
     text, words, table = eagle.text, eagle.vocab_size, TABLE in stored
     ties = eagle.ties and table and HEAD not in stored and words == text.vocab_size
@@ -225,7 +225,8 @@ def _with_head(weights: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Sto
 
 
 def _meanings(checkpoint: Checkpoint, name: str, words: int, tokens: int) -> Tensor:
-    """The token of each of a head's words, int64 [words]: stored is how far it is behind the word's own number."""
+    """The token of each of a head's words, int64 [words]; the checkpoint stores the difference from the word's own
+    number."""
     found: Tensor | None = None
     if tuple(checkpoint.tensors[name].shape) == (words,):
         with SliceReader(checkpoint) as reader:
@@ -236,7 +237,7 @@ def _meanings(checkpoint: Checkpoint, name: str, words: int, tokens: int) -> Ten
 
 
 def _own_name(name: str) -> str | None:
-    """The decoder's name for a tensor of a head; None for what tells which words it has."""
+    """The decoder's name for a tensor of a head; None for the tables that map words."""
     name = name.removeprefix("model.")
     if name in ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"):
         return None

@@ -1,4 +1,4 @@
-"""Fills decoders: each stored weight goes where a decoder has a place for it, and is laid out there."""
+"""Fills decoders: each stored weight is read into its place and laid out there."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llm_service.models.decoder import Decoder
 def fill_decoder(
     decoder: Decoder, weights: Iterable[tuple[str, Stored]], device: torch.device, rounded: Rounded
 ) -> None:
-    """Reads what a decoder needs, by the names that it has there, and has it laid out on a device. Raises
-    CheckpointError where a weight is missing or does not fit."""
+    """Reads the tensors that a decoder needs, by its names for them, and lays them out on a device. Raises
+    CheckpointError if a weight is missing or does not fit."""
     _read(decoder, weights, partial(_place, device=device, rounded=rounded))
     decoder.to(device)
     for part in decoder.modules():
@@ -31,15 +31,14 @@ def fill_decoder(
 
 
 def fill_plain(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
-    """Fills a decoder that is to compute with torch's operators alone, by the names that it has for them. Raises
-    CheckpointError as `fill_decoder`."""
+    """Fills a decoder that computes with torch's operators only. Raises CheckpointError as `fill_decoder`."""
     _read(decoder, ((name, InMemory(tensor)) for name, tensor in tensors), lambda _, place, stored: place(stored))
     return decoder.eval()
 
 
 def targets(module: nn.Module, path: str = "", *, tied: bool = False) -> Iterator[tuple[str, tuple[nn.Module, Place]]]:
-    """Every tensor that a decoder needs, by the name that `loader.TextSide` gives it, with the module that holds it and
-    what reads it."""
+    """All tensors that a decoder needs, by their names in `loader.TextSide`, with the module that holds each and its
+    reader."""
     for attribute, child in module.named_children():
         if tied and attribute == "lm_head":
             continue
@@ -54,7 +53,7 @@ def targets(module: nn.Module, path: str = "", *, tied: bool = False) -> Iterato
 
 
 def names_elsewhere(decoder: Decoder) -> set[str]:
-    """Of the tensors that a decoder has names for, those that other ranks need, and this one does not."""
+    """The decoder's names of tensors that only other ranks need."""
     return {name for name, (_, place) in targets(decoder, tied=decoder.config.tied) if place is elsewhere}
 
 
@@ -91,8 +90,8 @@ def _read(
 
 
 def _place(module: nn.Module, place: Place, stored: Stored, *, device: torch.device, rounded: Rounded) -> None:
-    """Reads this rank's part of a tensor. What is whole then, and large, is finalized: so no more than one weight is
-    there in a longer type than it will have."""
+    """Reads this rank's part of a tensor. A large module that is complete is finalized at once, so that at most one
+    weight is in memory in a longer type than it will have."""
     if place is elsewhere:
         return
     place(stored)

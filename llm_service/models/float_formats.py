@@ -13,8 +13,8 @@ from llm_service.layers.quantized_weight import Number, QuantizedWeight
 
 
 class SlicedWeight:
-    """A quantised weight in a file. Indexing it by a slice of outputs, or by one of outputs and one of inputs, reads
-    that part of it."""
+    """A quantised weight in a file. Indexing by a slice of outputs, or by slices of outputs and inputs, reads that part
+    of it."""
 
     shape: tuple[int, int]
 
@@ -34,8 +34,8 @@ class SlicedWeight:
 
 
 class EightBits(SlicedWeight):
-    """One number a byte. Scales, and zeros if there are any, are one for all, one for each output or for some inputs of
-    it, or one for each `block` of outputs and inputs. `input_scale` as in `QuantizedWeight`."""
+    """One number per byte. There is one scale, and one zero if any, for all numbers, for each output, for some inputs
+    of each output, or for each `block` of outputs and inputs. `input_scale` as in `QuantizedWeight`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class PairsOfFloats(SlicedWeight):
             raise ValueError(f"its scales are {two_sides(scale)}")
 
     def read(self, begin: int, end: int, first: int, last: int) -> QuantizedWeight:
-        """Outputs [begin, end), inputs [first, last), of which the first is even."""
+        """Outputs [begin, end), inputs [first, last); `first` is even."""
         if first % 2 or last % 2:
             raise ValueError("a rank's part begins or ends inside a byte")
         return QuantizedWeight(
@@ -99,7 +99,7 @@ class PairsOfFloats(SlicedWeight):
 
 
 class PowersOfTwo:
-    """Scales that are stored as bytes e8m0, exponents above −127. They come in bfloat16, which has them all."""
+    """Scales stored as e8m0 bytes: exponents plus 127. They are returned in bfloat16, which represents them all."""
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
@@ -109,7 +109,7 @@ class PowersOfTwo:
         return self._stored.get_shape()
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Raises ValueError where one of them is no number."""
+        """Raises ValueError for the code that is not a number."""
         powers: Tensor = self._stored[index].view(torch.float8_e8m0fnu).to(torch.bfloat16)
         if powers.isnan().any():
             raise ValueError("one of its scales is not a number")
@@ -122,9 +122,9 @@ def cover(begin: int, end: int, size: int) -> slice:
 
 
 def grid_of(stored: Stored, *, whole: bool = False) -> Tensor:
-    """Scales, [groups of outputs, groups of inputs]: one, or one for each output, may have fewer dimensions there, and
-    those for blocks one more behind each. With `whole` they may be whole numbers. Raises ValueError for scales in a
-    type that is no scale's."""
+    """Scales [groups of outputs, groups of inputs]. Stored ones may have fewer dimensions if there is one, or one for
+    each output, and further dimensions of 1 if they are for blocks. With `whole` they may be integers. Raises
+    ValueError for other types."""
     tensor: Tensor = stored[:] if stored.get_shape() else stored[...]
     if not whole and not tensor.is_floating_point():
         raise ValueError(f"its scales are {str(tensor.dtype).removeprefix('torch.')}")
@@ -134,7 +134,7 @@ def grid_of(stored: Stored, *, whole: bool = False) -> Tensor:
 
 
 def only_number(stored: Stored) -> float:
-    """Of a tensor of one number. Raises ValueError where there are more."""
+    """The value of a tensor with one number. Raises ValueError if it has more."""
     tensor: Tensor = stored[:] if stored.get_shape() else stored[...]
     if tensor.numel() != 1:
         raise ValueError(f"it has {tensor.numel()} scales of all of it")
@@ -142,7 +142,7 @@ def only_number(stored: Stored) -> float:
 
 
 def _group(shape: tuple[int, int], grid: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int]:
-    """Outputs and inputs of a group, where `grid` scales are for a weight of this shape."""
+    """Outputs and inputs of a group, if a weight of this shape has a `grid` of scales."""
     outputs, inputs = shape
     if block is not None and grid == (-(-outputs // block[0]), -(-inputs // block[1])):
         return block
@@ -154,7 +154,7 @@ def _group(shape: tuple[int, int], grid: tuple[int, ...], block: tuple[int, int]
 
 
 def two_sides(stored: Stored) -> tuple[int, int]:
-    """(outputs, inputs), or what else its two dimensions are. Raises ValueError where it has more or fewer."""
+    """The two dimensions, such as (outputs, inputs). Raises ValueError if there are more or fewer."""
     shape = stored.get_shape()
     if len(shape) != 2:
         raise ValueError(f"one of its tensors has {len(shape)} dimensions")

@@ -1,5 +1,5 @@
-"""The text of a model that no family is for, where our decoder computes it: its configuration is of a kind that ours
-knows, and what ours makes of it in small is what transformers makes."""
+"""The text of a model without a family, if our decoder computes it: its configuration is of a known kind, and for a
+small model of that configuration our decoder's logits equal transformers'."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _log = log.get("known_text")
 def known_text(
     checkpoint: Checkpoint, hf: HfModel, group: TensorGroup = ALONE, max_context: int = 0
 ) -> TextSide | None:
-    """What `load_decoder` takes of a checkpoint; None where transformers has to compute its text on any rank of a
-    group, and a line of the log says why. Contexts are as long as `TextConfig.of` is told. Takes seconds, as a small
-    model is tried."""
+    """The `text` of a checkpoint for `load_decoder`; None if transformers must compute it on any rank of the group, in
+    which case the log says why. Contexts are bounded as in `TextConfig.of`. Takes seconds, since a small model is
+    tried."""
     why, found = "", None
     try:
         found = _found(checkpoint, hf, max_context)
@@ -60,8 +60,8 @@ def _found(checkpoint: Checkpoint, hf: HfModel, max_context: int) -> TextSide:
 
 
 def _as_stored(checkpoint: Checkpoint, config: TextConfig, names: dict[str, str]) -> tuple[TextConfig, dict[str, str]]:
-    """A configuration that ties the head to the table of tokens, and names, as a checkpoint has both: some have a head
-    nevertheless, which then counts as transformers has it, and some have the head alone."""
+    """A configuration that ties the head to the token table, and names, corrected by what a checkpoint stores: some
+    have a head nevertheless, which then counts as in transformers, and some have the head alone."""
     stored = {own: name for name, own in names.items() if own in (HEAD, TABLE)}
     if HEAD not in stored:
         return config, names

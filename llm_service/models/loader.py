@@ -26,20 +26,20 @@ from llm_service.models.quantized import check_weight_dtype, load_weights
 
 _log = log.get("loader")
 
-# Where the text side stands: Qwen2-VL and Qwen2.5-VL on the hub use `model.`, newer saves the longer one.
+# Prefixes of the text's tensors: published Qwen2-VL and Qwen2.5-VL have `model.`, newer files the longer one.
 _TEXT = re.compile(
     r"^(?:model\.language_model|language_model\.model|model)\.(?=embed_tokens|layers|norm|per_layer_|hyper_connection_mixer)"
 )
 HEAD, TABLE = "lm_head.weight", "embed_tokens.weight"
-"""What a decoder calls its matrix of logits, and its table of tokens."""
+"""The decoder's names of its logit matrix and of its token table."""
 _ROWS = 4096
 _HEAD = re.compile(r"^(?:language_model\.)?lm_head\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
 class TextSide:
-    """What of a checkpoint a decoder computes: its shape, and the decoder's own name for each of its tensors, None for
-    those of other sides; `parted` are those that are others there."""
+    """The part of a checkpoint that a decoder computes: its shape, and the decoder's name for each of its tensors, None
+    for those of other parts; `parted` are those that are split or joined."""
 
     config: TextConfig
     own_name: Callable[[str], str | None]
@@ -47,8 +47,8 @@ class TextSide:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> TextSide:
-        """Of a family of ours; raises CheckpointError as `TextConfig.of`. A head that is stored besides the table of
-        tokens, and is another, counts, whatever config.json says of it."""
+        """The text of a family of ours; raises CheckpointError as `TextConfig.of`. A stored head that differs from the
+        token table counts, whatever config.json says."""
         config = TextConfig.of(checkpoint.config)
         stored = {_own_name(name, tied=False): name for name in checkpoint.tensors}
         if config.tied and HEAD in stored and TABLE in stored:
@@ -66,15 +66,14 @@ def load_decoder(
     text: TextSide | None = None,
     cache_scales: bool = False,
 ) -> Decoder:
-    """Builds one rank's partition of the checkpoint's decoder on a device, reading that part alone; `text` says what of
-    the checkpoint that is, None: what its family does.
+    """Builds one rank's partition of the checkpoint's decoder on a device, reading only that part; `text` says what
+    belongs to it, None: as the family does.
 
-    `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share, and w8a8 what the
-    layers' are multiplied with as well; embeddings and norms stay. On a CPU whose products of bfloat16 are ours, these
-    and what is kept of tokens (`Decoder.kv_dtype`) alone are bfloat16, with sums in float32: what is between them is
-    float32 (`Decoder.dtype`). With `cache_scales` those of keys and values of e4m3 are read as well. Raises
-    CheckpointError where a weight is missing or does not fit, or cannot be rounded so, or the ranks cannot share the
-    model.
+    `weight_dtype` int8 rounds the matrices of the layers and of the head, each rank its own share, and w8a8 the inputs
+    of the layers' as well; embeddings and norms stay. On a CPU with our bfloat16 products, only matrices and cached
+    keys and values (`Decoder.kv_dtype`) are bfloat16, with sums in float32; what is between them is float32
+    (`Decoder.dtype`). With `cache_scales`, factors of e4m3 keys and values are read as well. Raises CheckpointError if
+    a weight is missing, does not fit or cannot be rounded, or the ranks cannot share the model.
     """
     text, scheme = text or TextSide.of(checkpoint), Scheme.of(checkpoint.config)
     check_weight_dtype(weight_dtype, scheme, device)
@@ -84,7 +83,8 @@ def load_decoder(
     if dtype == torch.bfloat16 and device.type == "cpu" and selection.computes_bfloat16():
         dtype, rounded = torch.float32, Rounded.of(weight_dtype, bfloat16=True)
     try:
-        # Where weights stay quantised, their long forms are never written to: they cost a CPU nothing, a GPU all.
+        # If weights stay quantised, the unquantised ones are never written: untouched pages cost nothing on a CPU, but
+        # would on a GPU.
         decoder = Decoder(text.config, group, dtype, torch.device("cpu") if scheme is not None else device)
         decoder.kv_dtype = kept
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Weights as NVIDIA's Model Optimizer writes them, whose tensors' types say in which of its formats each is."""
+"""Weights written by NVIDIA's Model Optimizer; the types of their tensors tell the format."""
 
 from __future__ import annotations
 

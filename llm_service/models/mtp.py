@@ -1,7 +1,8 @@
-"""Multi-token prediction as Qwen3-Next and Qwen3.5 have it: one layer more, which says what comes after the next token.
+"""Multi-token prediction as in Qwen3-Next and Qwen3.5: one more layer, which predicts the token after the next.
 
-At position p it is given the model's normed hidden state there and the embedding of token p + 1; its own normed hidden
-state stands for that of p + 1 where it goes on by itself. Embeddings and head are the model's."""
+At position p its input is the model's normed hidden state there and the embedding of token p + 1; when it continues by
+itself, its own normed hidden state replaces that of p + 1. Embeddings and head are the model's.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from llm_service.models.loader import TextSide
 from llm_service.models.quantized import load_weights
 
 _PREFIX = "mtp."
-"""Of its weights, beside those of the model."""
+"""The prefix of its weights."""
 
 
 class MtpDecoder(DraftHead):
-    """That layer, beside the model whose it is."""
+    """That layer, beside its model."""
 
     def __init__(self, target: Decoder) -> None:
         nn.Module.__init__(self)
@@ -63,8 +64,8 @@ def load_mtp(
     weight_dtype: str = "",
     text: TextSide | None = None,
 ) -> MtpDecoder:
-    """That of a checkpoint, beside its decoder, which is loaded, with the same types and the same `text` as
-    `load_decoder`. Raises CheckpointError where the checkpoint has none."""
+    """Loads the layer of a checkpoint beside its loaded decoder, with the types and `text` as in `load_decoder`. Raises
+    CheckpointError if the checkpoint has none."""
     check_target(target, "multi-token prediction")
     settings = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
     if settings.get("mtp_use_dedicated_embeddings"):

@@ -14,14 +14,14 @@ from llm_service.layers.linear import Stored
 
 @dataclass(frozen=True, slots=True)
 class PartedTensors:
-    """By their names: what a tensor is cut into, each piece with its rows, and of what one is put together, in
+    """By name: the pieces that a tensor is split into, each with its rows, and the tensors that one is joined from, in
     order."""
 
     cut: dict[str, list[tuple[str, slice]]] = field(default_factory=dict)
     joined: dict[str, list[str]] = field(default_factory=dict)
 
     def pieces(self, weights: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """The same weights in the decoder's pieces; what is to be put together is, once all of it is there."""
+        """The same weights as the decoder's pieces; a joined one is yielded once all of it is there."""
         wholes = {piece: whole for whole, pieces in self.joined.items() for piece in pieces}
         there: dict[str, Stored] = {}
         for name, stored in weights:
@@ -54,7 +54,7 @@ class RowsOf:
 
 
 class JoinedRows:
-    """Tensors as one, the rows of each below those before it."""
+    """Tensors joined by rows."""
 
     def __init__(self, pieces: Sequence[Stored]) -> None:
         self._pieces = pieces

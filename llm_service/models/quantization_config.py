@@ -1,4 +1,4 @@
-"""What `quantization_config` says of weights, and which schemes are served."""
+"""What `quantization_config` says about weights, and which schemes are served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODELOPT = frozenset(
     {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES", "MXFP8", "W8A16"}
     | {"W8A8_SQ_PER_CHANNEL", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8"}
 )
-"""What Model Optimizer calls the formats that are served: their tensors' types say which of them a weight is in."""
+"""Model Optimizer's names of the formats served; the types of tensors say which of them a weight has."""
 _OTHER_PRODUCTS = {
     "W4A16_AWQ": "its layers scale their inputs",
     "W4A8_AWQ": "its layers scale their inputs",
@@ -30,10 +30,9 @@ _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", *_PACKED)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What `quantization_config` says: the method, and what its tensors do not say themselves. `block` are outputs and
-    inputs of a scale where scales are for blocks; `plus_one`: zeros are stored less by one; `rounds_inputs`: weights
-    of these numbers are made to be multiplied with inputs that are such as well, each rounded as it comes, or by the
-    one scale that is `stored` for all of them."""
+    """The method of `quantization_config`, and what tensors do not say themselves. `block` are the outputs and inputs
+    per scale, if scales are for blocks; `plus_one`: zeros are stored less one; `rounds_inputs`: weights of these
+    numbers are meant for inputs of the same type, each rounded dynamically, or by one scale `stored` for all."""
 
     method: str
     block: tuple[int, int] | None = None
@@ -45,7 +44,7 @@ class Scheme:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Scheme | None:
-        """Of config.json; None where nothing is quantised. Raises CheckpointError for what is not served."""
+        """Reads config.json; None if nothing is quantised. Raises CheckpointError for what is not served."""
         stated = _stated(config)
         if not stated:
             return None
@@ -110,8 +109,8 @@ class Scheme:
 
 
 def _rounds_of(groups: Sequence[Mapping[str, Any]]) -> tuple[Number | None, bool]:
-    """What all groups with a number a byte say of their inputs. Which group a weight is of is not told by its tensors:
-    where groups differ nothing is rounded, and the log says so."""
+    """What all groups with one number per byte say about their inputs. Tensors do not tell the group of a weight, so if
+    groups differ nothing is rounded, and the log says so."""
     rounds = {_rounds_inputs(group.get("input_activations") or {}) for group in groups}
     if len(rounds) > 1:
         _log.warning("groups of 8-bit weights say different things of their inputs: none are rounded")
@@ -119,8 +118,8 @@ def _rounds_of(groups: Sequence[Mapping[str, Any]]) -> tuple[Number | None, bool
 
 
 def _rounds_inputs(stated: Mapping[str, Any]) -> tuple[Number | None, bool]:
-    """What inputs are rounded to, and whether by a scale that is stored. Whole numbers are so where each token has a
-    scale, or all have one, and none a zero."""
+    """The type that inputs are rounded to, and whether by a stored scale. Integers are only served with one scale for
+    each token or for all, and without zeros."""
     if stated.get("num_bits") == 8:
         match stated.get("type"), stated.get("dynamic", False):
             case "float", True:
@@ -133,12 +132,12 @@ def _rounds_inputs(stated: Mapping[str, Any]) -> tuple[Number | None, bool]:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    """The `quant_method` of config.json; empty where no weight is quantised."""
+    """The `quant_method` of config.json; empty if no weight is quantised."""
     return str((_stated(config) or {}).get("quant_method", ""))
 
 
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """None where no weight is quantised: Model Optimizer and compressed-tensors state a KV cache alone in the same
+    """None if no weight is quantised: Model Optimizer and compressed-tensors state a KV cache alone in the same
     place."""
     given = stated_quantization(config)
     if given.get("quant_method") == "compressed-tensors" and not given.get("config_groups") and cache_type_of(config):

@@ -1,5 +1,5 @@
-"""Quantised checkpoints: which tensors make one weight. A module's tensors say by their names that it is quantised,
-`quantization_config` what their bits mean."""
+"""Quantised checkpoints: which tensors make one weight. The names of a module's tensors say that it is quantised,
+`quantization_config` says what their bits mean."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ Modules = Mapping[str, Parts]
 
 
 def quantized_modules(checkpoint: Checkpoint) -> list[str]:
-    """Of a checkpoint's modules, by their names, those whose weights are quantised. Raises CheckpointError as
-    `Scheme.of`."""
+    """The names of a checkpoint's modules whose weights are quantised. Raises CheckpointError as `Scheme.of`."""
     if Scheme.of(checkpoint.config) is None:
         return []
     return [module for module, parts in _modules(checkpoint).items() if _has_quantised(parts)]
 
 
 def check_weight_dtype(weight_dtype: str, scheme: Scheme | None, device: torch.device) -> None:
-    """Raises CheckpointError where weights cannot be rounded so."""
+    """Raises CheckpointError if weights cannot be rounded like this."""
     if weight_dtype and scheme is not None:
         raise CheckpointError(f"--weight-dtype {weight_dtype} is for weights that the checkpoint has not quantised")
     if weight_dtype == W8A8 and not _multiplies_bytes(device):
@@ -54,9 +53,9 @@ def _multiplies_bytes(device: torch.device) -> bool:
 
 
 def load_weights(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Stored]]:
-    """Yields (new name, what reads a part of it) for each tensor whose name `wanted` maps to a new one; tensors that
-    make one quantised weight are yielded as one, by the name of the weight. Raises CheckpointError where a part of
-    one is missing or does not fit, and for a scheme that is not served."""
+    """Yields (new name, reader of a part of it) for each tensor whose name `wanted` maps to a new one; tensors that
+    make one quantised weight are yielded as one, under the weight's name. Raises CheckpointError if a part of one is
+    missing or does not fit, and for a scheme that is not served."""
     scheme = Scheme.of(checkpoint.config)
     if scheme is None:
         suggested = bool(cache_type_of(checkpoint.config))
@@ -74,7 +73,7 @@ def load_weights(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) ->
 def _weights(
     scheme: Scheme, modules: Modules, module: str, reader: SliceReader
 ) -> Iterator[tuple[str, Callable[[], Stored]]]:
-    """Of a module, the name of each tensor, or of the weight that some make, and what gets it."""
+    """The name of each tensor of a module, or of the weight that several make, and the function that gets it."""
     parts, within = modules[module], f"{module}." if module else ""
     if _has_quantised(parts):
         yield f"{within}weight", partial(_weight, scheme, modules, module, reader)
@@ -113,14 +112,14 @@ def _lacks_scale(parts: Parts) -> bool:
 
 
 def _is_shared(modules: Modules, module: str) -> bool:
-    """Whether a module, which has no weight, has the scale of those within it, as a table that is in pieces has."""
+    """Whether a module without a weight has the scale of modules within it, such as a table that is in pieces."""
     if not modules[module].keys().isdisjoint(_MAIN):
         return False
     return any(name.rpartition(".")[0] == module and _lacks_scale(parts) for name, parts in modules.items())
 
 
 def _modules(checkpoint: Checkpoint) -> Modules:
-    """The tensors of each module, by what they are of it."""
+    """The tensors of each module, by their last names."""
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
         module, part = split_name(name)

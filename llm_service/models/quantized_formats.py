@@ -1,6 +1,6 @@
-"""Formats of quantised weights: which one a module's tensors are in, and how a rank's part of those in words is read.
-Formulas are those of the libraries that write them: transformers for fp8 in blocks, compressed-tensors, AutoAWQ
-(`gemm`), GPTQModel, NVIDIA's Model Optimizer, bitsandbytes."""
+"""Formats of quantised weights: how they are recognised, and how a rank's part of packed ones is read. Formulas are
+those of the libraries that write them: transformers for fp8 in blocks, compressed-tensors, AutoAWQ (`gemm`), GPTQModel,
+NVIDIA's Model Optimizer, bitsandbytes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def is_quantised(parts: Mapping[str, TensorInfo]) -> bool:
 def quantised_weight(
     scheme: Scheme, module: str, parts: Mapping[str, TensorInfo], tensors: Mapping[str, Stored]
 ) -> Stored:
-    """The weight that these tensors of a module are, by the last part of their names. Raises CheckpointError where one
-    is missing or does not fit."""
+    """The weight that these tensors of a module make, by their last names. Raises CheckpointError if one is missing or
+    does not fit."""
     try:
         match scheme.method:
             case "awq":
@@ -94,8 +94,8 @@ def _nvfp4(tensors: Mapping[str, Stored]) -> PairsOfFloats:
 
 
 class _BitsAndBytes(SlicedWeight):
-    """4 bits of bitsandbytes. Where blocks of numbers go on from one output to the next, parts are read as the plain
-    weights that it was, in the type that these had."""
+    """4 bits of bitsandbytes. If blocks of numbers continue from one output to the next, parts are read dequantised, in
+    the original type."""
 
     def __init__(self, tensors: Mapping[str, Stored]) -> None:
         self._stored = bitsandbytes.FourBits(tensors)
@@ -243,8 +243,8 @@ def _grouped(
 
 
 def _unpack(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """int32 [n, w] → uint8 [n, 32 / bits · w], from each word's lowest bits on; `places` says where a word's numbers
-    stand, if not in that order."""
+    """int32 [n, w] → uint8 [n, 32 / bits · w], from each word's lowest bits on; `places` is the order of the numbers in
+    a word, if it is another."""
     shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
     numbers = (words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)  # [n, w, 32 / bits]
     if places is not None:

@@ -1,5 +1,5 @@
-"""Quantised weights of all experts of a layer as one: `gate_up_proj` has them in a tensor of three dimensions, and what
-belongs to each is in `gate_up_proj_weight_scale` and the like beside it."""
+"""Quantised weights of all experts of a layer in one tensor: `gate_up_proj` has three dimensions, with its scales in
+`gate_up_proj_weight_scale` and the like beside it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PACKED = "U8"
 
 
 def stacks_within(parts: Mapping[str, TensorInfo]) -> dict[str, dict[str, str]]:
-    """Of a module's tensors, by the last part of their names, those that are experts' quantised weights; of each what
-    its tensors are, by what they would be of a weight alone: {"gate_up_proj": {"weight_scale": …, …}}."""
+    """The stacked weights of experts among a module's tensors (by their last names), with their tensors by what they
+    would be called for a single weight: {"gate_up_proj": {"weight_scale": …, …}}."""
     found = {part.removesuffix(_SCALE) for part in parts if part.endswith(_SCALE)} & parts.keys()
     return {part: {kind: part + end for end, kind in _KINDS.items() if part + end in parts} for part in found}
 
@@ -30,7 +30,7 @@ def belongs_to(stacks: Mapping[str, object], part: str) -> bool:
 
 
 class QuantizedStack:
-    """See `StoredStack`. `made` makes a weight of one expert's tensors, [outputs, inputs], by what they are of it."""
+    """See `StoredStack`. `made` makes a weight [outputs, inputs] of one expert's tensors, by their names."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class QuantizedStack:
     ) -> None:
         self._tensors, self._made = tensors, made
         shape, scales = infos["weight"].shape, infos["weight_scale"].shape
-        self._packed: int | None = None  # the dimension of which two are in a byte
+        self._packed: int | None = None  # the dimension in which a byte has two numbers
         if infos["weight"].dtype == _PACKED and len(shape) == len(scales) == 3:
             self._packed = 1 if shape[2] == scales[2] else 2
         self._shape = [side * (1 + (axis == self._packed)) for axis, side in enumerate(shape)]
@@ -50,7 +50,7 @@ class QuantizedStack:
         return self._shape
 
     def __getitem__(self, _: Any) -> Any:
-        """Raises ValueError: what takes experts as one does not take quantised ones."""
+        """Raises ValueError: quantised experts cannot be read as one."""
         raise ValueError("experts in one tensor are quantised")
 
     def of_expert(self, number: int, *, inputs_first: bool) -> Stored:
@@ -63,8 +63,8 @@ class QuantizedStack:
 
 
 class _OfExpert:
-    """What of a tensor is one expert's: all of it where it is not for each of them. Two dimensions are the other way
-    round where they are `swapped`."""
+    """One expert's part of a tensor: all of it if it is not for each expert. With `swapped` the two dimensions are
+    exchanged."""
 
     def __init__(self, stored: Stored, number: int, count: int, *, swapped: bool) -> None:
         self._stored, self._number = stored, number

@@ -1,6 +1,6 @@
-"""Whether transformers' text model computes in chunks, and packed with others, what it computes of a whole prompt, and
-whether our decoder does: tried on a model of the checkpoint's own configuration, shrunk, with rows that are drawn. No
-list could say it."""
+"""Tries whether transformers' text model gives the same results in chunks and packed with other sequences as for a
+whole prompt, and whether our decoder does: on a model of the checkpoint's own configuration, shrunk, with random rows.
+No list could say it."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from llm_service.models.trial_reference import ANSWER, Reference, Said
 _log = log.get("trial")
 _CPU = torch.device("cpu")
 _CLOSE = 1e-3
-"""Of the largest logit: rounding of float32 is a thousandth of it, another mask a thousand times as much."""
+"""As a part of the largest logit: float32 rounding is a thousandth of this, a wrong mask a thousand times as much."""
 _DRAWS = 4
-"""Models that are tried of a text that chooses what it sees: where two choices are as good, or nearly, it is open which
-of them is made, and what follows is far apart. Of a decoder that computes something else no draw is close."""
+"""Models that are tried of a text that chooses what it sees: if two choices are nearly equal, either may be made, and
+the results differ. For a wrong decoder no draw is close."""
 _RULES = *((rule, False) for rule in SpanRule), (SpanRule.ALL_MEDIA, True)
-"""Those that are tried, in order, and whether rows are added to what the table of tokens has."""
+"""The rules tried, in order, and whether rows are added to the token embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a trial has found out: which tokens see those behind them, and whether rows are added to what the table of
-    tokens has for their places."""
+    """The result of a trial: which tokens see later ones, and whether rows are added to the token embeddings at their
+    positions."""
 
     spans: SpanRule
     adds_rows: bool = False
@@ -59,15 +59,15 @@ class Finding:
 
 @torch.inference_mode()
 def try_out(folder: Path, group: TensorGroup = ALONE) -> Finding:
-    """Tries a checkpoint's configuration, which takes seconds; all ranks of a group together. Raises CheckpointError
-    where what comes out in chunks, and of shares, is not what comes out of the whole, or that cannot be tried."""
+    """Tries a checkpoint's configuration, which takes seconds, on all ranks of a group together. Raises CheckpointError
+    if results in chunks and partitions differ from those of the whole, or it cannot be tried."""
     config = config_of(folder)
     return try_config(config, partial(processed_prompt, folder), group)
 
 
 @torch.inference_mode()
 def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> Finding:
-    """The same of a configuration, which is shrunk first, and a prompt for a model of the shrunk one."""
+    """The same for a configuration, which is shrunk first, and a prompt for the shrunk model."""
     name = config.model_type
     with _tried(name):
         reference = Reference.of(config, prompted, group.size)
@@ -87,7 +87,7 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
         split = f"over {group.size} ranks " if group.size > 1 else ""
         what = f"{split}{name} gives other logits in chunks than of a whole prompt"
         raise CheckpointError(f"{what}: they differ by {min(differences):.1%}")
-    if not later < _CLOSE:  # nor where there is no number
+    if not later < _CLOSE:  # also if it is not a number
         raise CheckpointError(f"{name} sees other tokens while it answers than in a prompt: {later:.1%} apart")
     if not heard < _CLOSE:
         raise CheckpointError(f"{name} gives other logits of a sound in chunks than at once: {heard:.1%} apart")
@@ -96,16 +96,16 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
 
 @torch.inference_mode()
 def try_ours(folder: Path) -> Finding:
-    """Tries our decoder in the place of transformers' text model, on one rank. Raises CheckpointError where it lacks
-    what the text asks for, or its logits are not transformers'."""
+    """Tries our decoder in place of transformers' text model, on one rank. Raises CheckpointError if it lacks something
+    that the text needs, or its logits differ."""
     config = config_of(folder)
     return try_ours_of(config, partial(processed_prompt, folder))
 
 
 @torch.inference_mode()
 def try_ours_of(config: Any, prompted: Prompted) -> Finding:
-    """The same of a configuration, which is shrunk first, and a prompt for a model of the shrunk one. A window that its
-    family has none for is taken out: no context is as long as one that ours is tried for."""
+    """The same for a configuration, which is shrunk first, and a prompt for the shrunk model. A window that the family
+    does not have is removed: our decoder is only tried for contexts shorter than it."""
     text = config.get_text_config(decoder=True)
     check_text(text.model_type)
     if getattr(text, "sliding_window", None) is not None and not TEXT_FAMILIES[text.model_type].windowed:
@@ -120,14 +120,13 @@ def try_ours_of(config: Any, prompted: Prompted) -> Finding:
 
 
 def _chooses(text: Any) -> bool:
-    """Whether tokens choose by an index what they see."""
+    """Whether tokens attend to what an index chooses."""
     return any(value and name.startswith("index_") and "topk" in name for name, value in vars(text).items())
 
 
 def _try_draw(config: Any, prompted: Prompted, seed: int, differences: list[float]) -> Finding | None:
-    """What is found with one model whose weights are drawn; how far our logits are from its own is added to the
-    `differences`, by each rule that does not go: of the first that it computes otherwise, as what is left is not
-    computed."""
+    """The finding for one model with random weights. The difference of our logits is appended to `differences` for each
+    rule that fails; of a whole prompt that differs, chunks are not computed."""
     reference = Reference.of(config, prompted, seed=seed)
     shape = TextConfig.of(text_of(reference.model), len(reference.prompt.ids) + ANSWER)
     levels = tuple(layers_of_levels(reference.model.config))
@@ -148,8 +147,8 @@ def _try_draw(config: Any, prompted: Prompted, seed: int, differences: list[floa
 
 
 def with_media(shape: TextConfig, model: Any) -> TextConfig:
-    """A decoder's shape with what is for media in a whole model of transformers: tokens of these and of marks around
-    them, where experts are chosen by these, and tables of marks."""
+    """A decoder's shape with the media settings of a whole transformers model: media tokens and marks around them, if
+    experts are chosen by these, and tables of marks."""
     tables = tuple(
         MarkTable(name.rpartition(".")[2], part.vocab_offset, part.vocab_size, part.multimodal_hidden_size, part.eps)
         for name, part in mark_tables_of(model).items()
@@ -161,7 +160,7 @@ def with_media(shape: TextConfig, model: Any) -> TextConfig:
 
 @contextmanager
 def _tried(name: str) -> Iterator[None]:
-    """What a model that does not run fails with becomes a CheckpointError."""
+    """Turns the error of a model that does not run into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -172,7 +171,7 @@ def _tried(name: str) -> Iterator[None]:
 
 
 def _difference_of_answer(decoder: Decoder | HfDecoder, said: Said, rule: SpanRule = SpanRule.NOWHERE) -> float:
-    """As `_difference`, of what was said, computed at once behind the text before it."""
+    """As `_difference`, for an answer that is computed in one chunk behind the text before it."""
     count = len(said.prompt.ids)
     if isinstance(decoder, HfDecoder):
         decoder.spans = rule
@@ -183,9 +182,9 @@ def _difference_of_answer(decoder: Decoder | HfDecoder, said: Said, rule: SpanRu
 
 
 def _difference(decoder: Decoder | HfDecoder, reference: Reference, rule: SpanRule = SpanRule.NOWHERE) -> float:
-    """The largest difference of logits, as a part of the largest logit: of the prompt at once, or, where that is close,
-    in three chunks, each beside a chunk of another one that begins with other words. Of one that is computed whole: at
-    once, and again what stands behind its first words, over what was computed of these."""
+    """The largest difference of logits, relative to the largest logit: of the prompt in one chunk, or, if that is
+    close, in three chunks, each beside a chunk of another prompt with a different beginning. For a prompt that must be
+    computed whole: in one chunk, and again what follows its first words, over the cache of these."""
     prompt, positions = reference.prompt, reference.positions
     if isinstance(decoder, HfDecoder):
         decoder.spans = rule

@@ -1,4 +1,4 @@
-"""What a decoder, ours or transformers' text over our cache, computes of a prompt in chunks beside those of another."""
+"""Computes a prompt in chunks beside those of another, by our decoder or by transformers' text over our cache."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def logits_in_chunks(
     *,
     answer: int | None = None,
 ) -> Tensor:
-    """[n, vocabulary] of a prompt in these parts, each beside one of another; from `answer` on, which a part begins
-    with, tokens are an answer's."""
+    """[n, vocabulary] of a prompt in these parts, each beside one of another prompt; from `answer` on, where a part
+    begins, tokens belong to an answer."""
     blocks = -(-len(prompt.ids) // _BLOCK)
     mixers: Sequence[CachedPart] = decoder.mixers()
     own = [mixer.cache_spec() for mixer in mixers]
@@ -93,7 +93,7 @@ def _paged_batch(
 
 
 def _deepstack(prompt: TrialPrompt, begin: int, end: int) -> Deepstack | None:
-    """The levels beyond the first of what the second of two chunks has of a prompt, from `begin` to `end`."""
+    """The levels beyond the first of the second of two chunks, the prompt's tokens from `begin` to `end`."""
     here = (prompt.places >= begin) & (prompt.places < end)
     if len(prompt.rows) == 1 or not here.any():
         return None

@@ -17,18 +17,18 @@ from common.hf.processors import Sound, item_of, marks_around, placeholder_of, p
 from common.hf.rows import level_count, marks_of, row_token, takes_sounds, tells_apart, together_of
 
 TOKEN_TYPES = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
-"""What models call the argument by which they are told of which medium a token is."""
+"""Names of the argument that tells models each token's medium."""
 GRIDS, MASK = "image_grid_thw", "attention_mask"
-"""What they call pictures' grids, and what says which tokens count."""
+"""Names of the arguments for pictures' grids and for the mask of valid tokens."""
 _PICTURE = 48, 64
 
 
 @dataclass(frozen=True, slots=True)
 class TrialPrompt:
-    """ids int64 [n], the places of rows among them, and the rows [levels, m, hidden]; `marks` [k, hidden] are those of
-    marks around pictures, and `pictures` says which rows are not; `more` is what else transformers' model takes of a
-    prompt, and `together` which tokens are a picture's, marks around rows among them. `sounds`: rows may be a sound's
-    as well, of which the model is told, and see what is before them alone."""
+    """ids int64 [n], the positions of rows, and the rows [levels, m, hidden]; `marks` [k, hidden] are those of marks
+    around pictures, and `pictures` tells which rows are a picture's own; `more` are further arguments of transformers'
+    model, and `together` tells which tokens belong to a picture, including marks among its rows. `sounds`: rows may
+    also be a sound's, which the model is told, and then see only what is before them."""
 
     ids: Tensor
     places: Tensor
@@ -56,7 +56,7 @@ Prompted = Callable[[Any], TrialPrompt]
 
 
 def processed_prompt(folder: Path, model: Any) -> TrialPrompt:
-    """Text, a picture, text, as the processor in a checkpoint's folder makes it; a sound where it knows no pictures."""
+    """Text, a picture and text, as processed by the checkpoint's processor; a sound if it knows no pictures."""
     processor = processor_of(folder)
     kind = item_of(processor)
     item = placeholder_of(processor, kind).join(marks_around(processor, kind))

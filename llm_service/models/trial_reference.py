@@ -1,4 +1,4 @@
-"""What transformers itself computes in a trial: the logits of a whole prompt, and an answer over its own cache."""
+"""transformers' own results in a trial: the logits of a whole prompt, and an answer over its own cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from llm_service.models.trial_prompts import TOKEN_TYPES, Prompted, TrialPrompt
 ANSWER = 24
 """Tokens: a shrunk window is passed by them."""
 _SOUND = 3
-"""The type of a sound's tokens, where a picture's have 1."""
+"""The type of a sound's tokens; a picture's is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A small model with drawn weights, a prompt with int64 `positions` [3, n] on so many axes that count, and what
-    transformers says: the logits that it `expects` of the whole prompt, [n, vocabulary], and an answer."""
+    """A small model with random weights, a prompt with int64 `positions` [3, n], of which so many axes count, and
+    transformers' results: the logits that it `expects` for the whole prompt, [n, vocabulary], and an answer."""
 
     model: Any
     prompt: TrialPrompt
@@ -36,7 +36,7 @@ class Reference:
 
     @classmethod
     def of(cls, config: Any, prompted: Prompted, ranks: int = 1, seed: int = 0) -> Reference:
-        """Of a configuration, which is shrunk so that heads can be split over so many ranks."""
+        """A reference of a configuration, shrunk so that heads can be split over so many ranks."""
         shrink_whole(config, ranks)
         model = made_up(config, text_alone, seed)
         prompt = prompted(model)
@@ -58,7 +58,7 @@ def _positions(base: Any, prompt: TrialPrompt) -> Tensor:
 
 
 def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
-    """Logits [n, vocabulary] as transformers computes them, of all at once."""
+    """Logits [n, vocabulary] as transformers computes them in one pass."""
     more = _taken(model, prompt)
     # One for sounds alone, or that is its own base, or puts rows in by itself, does no more than this.
     if not hasattr(model.base_model, "get_image_features") or model.base_model is model:
@@ -85,7 +85,7 @@ def _whole(model: Any, prompt: TrialPrompt) -> Tensor:
 
 
 def _taken(model: Any, prompt: TrialPrompt) -> dict[str, Tensor]:
-    """What a model takes of a prompt beside its ids."""
+    """The arguments of a model for a prompt, besides its ids."""
     taken = inspect.signature(model.forward).parameters.keys()
     return {kind: value for kind, value in prompt.more.items() if kind in taken}
 
@@ -101,9 +101,8 @@ class Said:
 
 
 def _generated(model: Any, prompt: TrialPrompt) -> Said:
-    """Greedy tokens as transformers says them, one by one, over its own cache; of text alone, with the types that it
-    has in a prompt. No token of a medium is among them, as no trained model says one: they are not looked up as
-    text is."""
+    """Greedy tokens by transformers, one by one, over its own cache, for text alone, with the types that text has in a
+    prompt. Media tokens are excluded, as no trained model generates them and they are looked up differently."""
     text = prompt.ids[: prompt.runs[0][0]] if prompt.runs else prompt.ids
     types = {name: each[:, : len(text)] for name, each in _taken(model, prompt).items() if name == TOKEN_TYPES[0]}
     settings: dict[str, Any] = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
@@ -128,7 +127,7 @@ class _Features:
         self.deepstack_features = deep or None
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """What an output of transformers is beside its names."""
+        """The values of an output of transformers, without their names."""
         return (self.pooler_output,)
 
     def __getattr__(self, _: str) -> None:

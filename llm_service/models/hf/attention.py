@@ -1,5 +1,5 @@
-"""Attention of transformers' layers as ours: what transformers calls, what it says of a layer, and what our back ends
-know of that."""
+"""Our attention in transformers' layers: the function that transformers calls, the settings that it passes for a layer,
+and which of these our back ends support."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "twinlens"
 """Our attention's among transformers'."""
 
 _WITHOUT_MEANING = frozenset({"dropout", "position_ids", "use_cache"})
-"""What transformers' layers hand on to attention besides, and nothing depends on here."""
+"""Arguments that transformers' layers pass to attention and that do not matter here."""
 
 
 def attend_as_ours(
@@ -42,7 +42,7 @@ def attend_as_ours(
     block_indices: tuple[Chosen, ...] | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
+    """Called by transformers: query [1, heads, n, width], key and value [1, kv_heads, n, …] → [1, n, heads, depth]."""
     if isinstance(attention_mask, tuple):  # of layers that make one of what was chosen
         attention_mask, indices = None, attention_mask
     indices = block_indices if indices is None else indices
@@ -80,7 +80,7 @@ class HfMixer:
 
 
 def layer_of(module: nn.Module) -> int:
-    """The number of the layer that an attention is of; CheckpointError where it does not know that."""
+    """The number of an attention module's layer; raises CheckpointError if it has none."""
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
         raise CheckpointError(f"{type(module).__name__} does not know which layer it is of")
@@ -88,7 +88,7 @@ def layer_of(module: nn.Module) -> int:
 
 
 def beyond_kernels(rule: AttentionRule) -> str:
-    """What our decoder's back ends do not know of a rule, if there is anything."""
+    """The part of a rule that our decoder's back ends do not support; empty if none."""
     sight = rule.kind.sight
     asked = {
         "heads have sinks": rule.sinks is not None,

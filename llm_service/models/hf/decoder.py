@@ -34,7 +34,7 @@ from llm_service.models.hf.step import HfStep, computing
 from llm_service.models.layer_rules import take_tempering
 
 GENERAL = "general"
-"""Names attention by torch, which knows every rule."""
+"""The name of attention by torch, which supports every rule."""
 
 MakesBackend = Callable[[CacheShape], AttentionBackend]
 
@@ -42,7 +42,7 @@ _log = log.get("hf_decoder")
 
 
 class HfDecoder:
-    """See `Decoder`, whose place it takes: embeddings in, hidden states out; logits on demand."""
+    """Used in place of `Decoder`: embeddings in, hidden states out, and logits on demand."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class HfDecoder:
         fill: Fill | None = None,
         attention: str | MakesBackend = GENERAL,
     ) -> None:
-        """`model` is that of transformers, of which there need be no more than its text; of it this rank's partition is
-        kept, on the device. Places are counted on `axes` axes. `spans`: which tokens see those behind them; where all
-        of media do, these are `together`. `adds_rows`: to what the table has for their places. `fill` reads what linear
-        layers of ours are still without. `attention`: a back end's name, or what makes one; `auto` is on GPUs that of
-        our decoder where it knows how the layers attend. Raises CheckpointError where the model cannot be served so."""
+        """`model` is transformers'; only its text is needed, and this rank's partition of that is kept, on the device.
+        Positions have `axes` axes. `spans` says which tokens see later ones; if all media tokens of a prompt do, these
+        are `together`. `adds_rows`: rows are added to the token embeddings at their positions. `fill` reads what linear
+        layers of ours still lack. `attention` is a back end's name or factory; `auto` is, on GPUs, our decoder's if it
+        supports the layers' rules. Raises CheckpointError if the model cannot be served like this."""
         self.dtype, self.device, self.spans, self.group, self._axes = dtype, device, spans, group, axes
         self.kv_dtype, self.adds_rows = dtype, adds_rows
         self.together = tuple(together)
@@ -98,7 +98,7 @@ class HfDecoder:
 
     @property
     def chunk_rule(self) -> ChunkRule:
-        """Where a prompt may be cut, as its tokens see each other."""
+        """Where a prompt may be cut, given what its tokens see."""
         return ChunkRule.of(self.spans, self.together)
 
     @property
@@ -108,7 +108,7 @@ class HfDecoder:
 
     @property
     def text(self) -> nn.Module:
-        """Its layers, and what is around them."""
+        """The layers, and what is around them."""
         text: nn.Module = self._text
         return text
 
@@ -136,7 +136,7 @@ class HfDecoder:
         *,
         token_ids: Tensor,
     ) -> Tensor:
-        """As `Decoder.forward`; `token_ids` int [n] are for what a model looks up beside its embeddings."""
+        """As `Decoder.forward`; `token_ids` int [n] are for what a model looks up besides embeddings."""
         kept, places_of = self._kept, self._kept.places
         paged: GeneralBatch = batches[places_of[min(kept.keys)]]
         more = self._by_ids.of(token_ids, paged)
@@ -202,7 +202,7 @@ class HfDecoder:
         return [HfMixer(spec) for spec in self._kept.specs(sources_of(self._text))]
 
     def backend(self, shape: CacheShape) -> AttentionBackend | GeneralBackend:
-        """What makes its batches."""
+        """The back end for this shape."""
         if self._why_general:
             return GeneralBackend(shape, self.device, self.spans)
         if isinstance(self._attention, str):
@@ -210,8 +210,8 @@ class HfDecoder:
         return self._attention(shape)
 
     def _find_why_general(self) -> str:
-        """Why `GeneralBackend` computes attention; empty where a back end of our decoder does. Raises CheckpointError
-        where one was asked for that cannot."""
+        """Why `GeneralBackend` computes attention; empty if a back end of our decoder does. Raises CheckpointError if
+        the configured one cannot."""
         if self._attention in (GENERAL, "torch") or (self._attention == "auto" and self.device.type == "cpu"):
             return "torch computes its attention"
         why = next((why for rule in self._kept.rules.values() if (why := beyond_kernels(rule))), "")
@@ -230,7 +230,7 @@ class HfDecoder:
         return why
 
     def kernels(self) -> set[str]:
-        """Those of weights in 8 or 4 bits."""
+        """The kernels for weights in 8 or 4 bits."""
         return kernels_of(self.weights())
 
     def not_capturable(self) -> str:
@@ -239,7 +239,7 @@ class HfDecoder:
 
     @property
     def hidden_size(self) -> int:
-        """Of what is between layers."""
+        """Width of hidden states between layers."""
         return int(self._text.config.hidden_size)
 
     @property

@@ -1,4 +1,4 @@
-"""A head of transformers, which may do more than multiply: it is given hidden states as if its model had made them."""
+"""A head of transformers, which may do more than multiply: it gets hidden states as if from its own model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from common.hf.classes import decoder_of
 
 
 def take_layers(model: Any, text: nn.Module) -> None:
-    """Takes a model's text layers from its head: from now on it makes logits of hidden states that it is given in place
-    of embeddings. Raises CheckpointError where it does not keep them apart."""
+    """Detaches a model's text layers from its head, which from now on computes logits from given hidden states. Raises
+    CheckpointError if the model does not keep them apart."""
     below = _below_head(model)
     setattr(*below, _Given(getattr(*below), text))
 
 
 def _below_head(model: Any) -> tuple[nn.Module, str]:
-    """Where a model keeps what it makes hidden states with, and what it calls that: all below its head of logits, or,
-    where that is not one module, its text layers. Raises CheckpointError where it keeps neither apart."""
+    """The part of a model that computes hidden states, and its name: everything below the logit head or, if that is not
+    one module, the text layers. Raises CheckpointError if neither is a module."""
     if model.base_model is not model:
         return model, model.base_model_prefix
     text = decoder_of(model)
@@ -31,8 +31,8 @@ def _below_head(model: Any) -> tuple[nn.Module, str]:
 
 
 class _Given(nn.Module):
-    """Stands for a model that has made these hidden states, and for its text layers, where a head asks these; it has
-    what else the head looks at."""
+    """Takes the place of a model that has computed these hidden states, and of its text layers; it has the other
+    attributes that the head reads."""
 
     def __init__(self, model: nn.Module, text: nn.Module) -> None:
         super().__init__()

@@ -16,12 +16,12 @@ from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIn
 from llm_service.models.hf.step import this_step
 
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-"""Stands for a mask where transformers' layers cut a part out of one for their indexers. It says nothing."""
+"""Takes the place of a mask that transformers' layers slice for their indexers; its content is not used."""
 
 
 def take_indexers(text: nn.Module) -> dict[str, Any]:
-    """Has a text's indexers score as theirs and choose as ours; what the text is to be given for it, if it has any.
-    Raises CheckpointError where one is not known here."""
+    """Has a text's indexers score as transformers does and choose by our index. Returns further arguments of the text,
+    if any. Raises CheckpointError for an unknown indexer."""
     parts: list[Any] = list(text.modules())
     for part in parts:
         if hasattr(part, _MAKES_MASK):
@@ -47,7 +47,7 @@ def _as_chosen(topk_indices: tuple[Chosen, ...], **_: Any) -> tuple[Chosen, ...]
 def _of_hidden(
     indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], _: Any, places: Tensor, **__: Any
 ) -> tuple[Chosen, ...]:
-    """Mistral Large 4's, whose queries are made of the layer's input and grow with their places; hidden [1, n,
+    """Mistral Large 4's, whose queries come from the layer's input and grow with their positions; hidden [1, n,
     hidden_size]."""
     queries = indexer.wq_b(indexer.q_input_norm(hidden)).view(*hidden.shape[:2], -1, indexer.head_dim)
     queries = indexer.softmax_scaling(queries, places, head_dim_first=False)
@@ -57,7 +57,7 @@ def _of_hidden(
 def _of_queries(
     indexer: Any, hidden: Tensor, made: Tensor, rotary: tuple[Tensor, Tensor], *_: Any, **__: Any
 ) -> tuple[Chosen, ...]:
-    """dots3-note's, whose queries are made of what the attention's are, [1, n, q_lora_rank]."""
+    """dots3-note's, whose queries come from the latent of the attention's queries, [1, n, q_lora_rank]."""
     queries = indexer.wq_b(made).view(*hidden.shape[:2], -1, indexer.head_dim)
     return _chosen(indexer, hidden, queries, rotary)
 
@@ -65,8 +65,8 @@ def _of_queries(
 def _of_last_numbers(
     indexer: Any, hidden: Tensor, made: Tensor, rotary: tuple[Tensor, Tensor], *_: Any, **__: Any
 ) -> tuple[Chosen, ...]:
-    """Hunyuan V4's: the same, but that the last numbers of its heads are rotated, which are put first here, and that
-    keys are normed in the type of the norm."""
+    """Hunyuan V4's: likewise, but the last numbers of its heads are rotated, which come first here, and keys are normed
+    in the type of the norm."""
     width = indexer.qk_rope_head_dim
     queries = indexer.wq_b(made).view(*hidden.shape[:2], -1, indexer.head_dim)
     normed = indexer.k_norm(indexer.wk(hidden).to(indexer.k_norm.weight.dtype)).to(hidden.dtype)
@@ -74,7 +74,7 @@ def _of_last_numbers(
 
 
 def _of_pools(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> tuple[Chosen, ...]:
-    """GLM-5 Next's: of so many tokens that follow each other one key is made, and they are chosen together."""
+    """GLM-5 Next's: so many consecutive tokens share a key, and are chosen together."""
     if not indexer.index_kpool_always_select_tail:
         raise CheckpointError(f"a {type(indexer).__name__} leaves the last tokens out, which is not known here")
     hidden, width = hidden_states[0], indexer.head_dim
@@ -86,7 +86,7 @@ def _of_pools(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) ->
 
 
 def _of_heads(indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], *_: Any) -> tuple[Chosen, ...]:
-    """MiniMax M3's, of which each head chooses blocks of tokens for one head of keys and values."""
+    """MiniMax M3's, each of whose heads chooses blocks of tokens for one head of keys and values."""
     if indexer.num_heads != indexer.config.num_key_value_heads:
         raise CheckpointError(f"a {type(indexer).__name__} has other heads than keys have")
     if indexer.local_blocks > indexer.topk_blocks:
@@ -100,8 +100,8 @@ def _of_heads(indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], *_: A
 
 
 def _halves_rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """heads [n, heads, width] with their first numbers rotated, of which the first half and the second make pairs, as
-    cosine and sine [n, 1, so many] say."""
+    """heads [n, heads, width] with their first numbers rotated; pairs are formed from the two halves of these, with
+    cosine and sine [n, 1, rotated]."""
     many = cosine.shape[-1]
     first, second = heads[..., :many].chunk(2, dim=-1)
     other = torch.cat([-second, first], dim=-1)
@@ -128,14 +128,14 @@ def _scored(
 
 def _weights(indexer: Any, hidden: Tensor) -> Tensor:
     """How much each head counts, float32 […, n, heads]."""
-    given = hidden.to(getattr(indexer.weights_proj, "weight", hidden).dtype)  # which may be kept in float32
+    given = hidden.to(getattr(indexer.weights_proj, "weight", hidden).dtype)  # may be kept in float32
     weights: Tensor = indexer.weights_proj(given).float() * indexer.n_heads**-0.5
     return weights
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """heads [1, n, heads, width] with their first numbers rotated, neighbours as pairs, as cosine and sine [1, n, so
-    many] say, of which the first half counts. The first ones of all pairs lie before the second ones then."""
+    """heads [1, n, heads, width] with their first numbers rotated; adjacent numbers are pairs, with cosine and sine [1,
+    n, rotated], whose first half counts. In the result the first numbers of all pairs precede the second ones."""
     many, half = cosine.shape[-1], cosine.shape[-1] // 2
     first, second = heads[..., 0:many:2], heads[..., 1:many:2]
     cosine, sine = cosine[..., :half].unsqueeze(2), sine[..., :half].unsqueeze(2)

@@ -1,4 +1,4 @@
-"""What text models of transformers take beside embeddings, as it follows from a prompt's ids."""
+"""What transformers' text models take besides embeddings, derived from a prompt's ids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llm_service.layers.attention.general_backend import GeneralBatch
 _MEDIA = "image_token_id", "video_token_id", "audio_token_id"
 _MARKS = "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"
 _ROUTED = "moe_mm_token_type_ids"
-"""Names an argument: 0 where experts of text compute a token, else those of media."""
+"""The name of an argument: 0 if experts of text compute a token, else those of media."""
 
 
 def media_tokens(config: Any, names: Sequence[str] = (*_MEDIA, *_MARKS)) -> list[int]:
-    """Those of the tokens of media, and of marks around them, that a configuration states."""
+    """The ids of media tokens, and of the marks around them, in a configuration."""
     found = [getattr(config, name, None) for name in names]
     return [each for each in found if each is not None]
 
@@ -47,7 +47,7 @@ class InputsByIds:
         return more
 
     def _inputs_of_layers(self, token_ids: Tensor) -> Tensor:
-        """[1, n, layers, width]; what stands for a token of media here the model says, or it is the padding's."""
+        """[1, n, layers, width]; media positions use what the model says, or the padding token."""
         look_up = self._text.get_per_layer_inputs
         if len(inspect.signature(look_up).parameters) > 1:
             ids = token_ids.masked_fill(torch.isin(token_ids, self._media), self._padding)

@@ -1,4 +1,4 @@
-"""What layers of transformers keep of a sequence, and by which rules they attend, as one token finds out."""
+"""What layers of transformers keep of a sequence, and their rules of attention, as found by computing one token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from llm_service.models.hf.step import HfStep
 
 
 class Kept:
-    """By the numbers of layers: `rules` by which they attend, the `keys` and values that they keep, numbers of an index
-    key (`index_dims`), and `states`. `narrower`: values have fewer numbers than keys, and are none of theirs."""
+    """By layer number: the `rules` of attention, the shapes of `keys` and values, sizes of index keys (`index_dims`),
+    and `states`. `narrower`: values have fewer numbers than keys and are not part of them."""
 
     def __init__(self) -> None:
         self.rules = dict[int, AttentionRule]()
@@ -34,19 +34,19 @@ class Kept:
         self.narrower = False
 
     def attend_by_kinds(self, spans: SpanRule) -> None:
-        """Has back ends of our decoder attend, which know rules as kinds, where tokens see those behind them by
-        `spans`."""
+        """Has our decoder's back ends attend, which know rules by kind; `spans` says in which layers tokens see later
+        ones."""
         for layer, spec in self.keys.items():
             kind = self.rules[layer].kind
             self.keys[layer] = replace(spec, kind=replace(kind, sight=kind.sight.with_spans(spans)))
 
     @property
     def places(self) -> dict[int, int]:
-        """Where a layer is among those that keep something, by its number."""
+        """The index of each layer among those that keep something."""
         return {layer: at for at, layer in enumerate(sorted((*self.keys, *self.states)))}
 
     def specs(self, sources: Mapping[int, int]) -> list[CacheSpec]:
-        """What each of these keeps, in order; layers that are named here have the keys and values of another one."""
+        """What each of these keeps, in order; layers in `sources` use the keys and values of another one."""
         places, made = self.places, list[CacheSpec]()
         for layer in places:
             if (state := self.states.get(layer)) is not None:
@@ -60,9 +60,9 @@ class Kept:
 def find_kept(
     text: Any, kind: AttentionKind, chunks: Mapping[int, int], ranks: int, compute: Callable[[HfStep], object]
 ) -> Kept:
-    """What the layers of a text keep, whose back end is of that kind; `compute` has it compute one token in a step.
-    Those in `chunks` keep states, and compute so many tokens at once. Raises CheckpointError where the text does not
-    run so, over so many ranks, or a layer keeps something else."""
+    """What the layers of a text keep, for a back end of that kind; `compute` has the text compute one token in a step.
+    Layers in `chunks` keep states, and compute so many tokens at once. Raises CheckpointError if the text does not run
+    like this, or over so many ranks, or a layer keeps something else."""
     kept, name = Kept(), type(text).__name__
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:

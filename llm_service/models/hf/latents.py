@@ -1,5 +1,5 @@
-"""Layers of transformers whose heads make keys and values of one latent: the latent is kept in their place, and queries
-meet it as `layers/latent_products` says."""
+"""Layers of transformers with multi-head latent attention: the latent is cached instead of keys and values, and queries
+are multiplied with it as in `layers/latent_products`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 _EXPANDS = "expand_kv"
-"""What transformers' layers call to have all heads' keys [1, heads, n, width] and values of latents [1, 1, n, rank] and
-rotated keys [1, 1, n, rotated] that all heads share."""
+"""The method of transformers' layers that makes all heads' keys [1, heads, n, width] and values from latents [1, 1, n,
+rank] and the rotated keys [1, 1, n, rotated] that all heads share."""
 
 
 def take_latents(text: nn.Module) -> None:
-    """Has a text's layers hand on what they make keys and values of, but where they make these by quantised weights."""
+    """Has a text's layers pass on latents instead of keys and values, unless they make these by quantised weights."""
     parts: list[Any] = list(text.modules())
     for part in parts:
         if hasattr(part, _EXPANDS) and isinstance(part.kv_b_proj, nn.Linear):
@@ -27,20 +27,20 @@ def _kept(_: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tenso
 
 
 def rank_of(module: Any) -> int:
-    """Numbers of the latents that a layer hands on, which are the first ones of its keys; 0: it hands on none."""
+    """Width of the latents that a layer passes on, the first numbers of its keys; 0 if it passes none."""
     return int(module.kv_lora_rank) if isinstance(vars(module).get(_EXPANDS), partial) else 0
 
 
 def absorbed(module: Any, query: Tensor) -> Tensor:
-    """A layer's queries [n, heads, plain + rotated] → those that are multiplied with what it hands on, [n, heads,
-    rank + rotated]."""
+    """A layer's queries [n, heads, plain + rotated] → those to multiply with what it passes on, [n, heads, rank +
+    rotated]."""
     plain = module.qk_nope_head_dim
     made = torch.bmm(query[..., :plain].transpose(0, 1), _matrices(module)[:, :plain])
     return torch.cat([made.transpose(0, 1), query[..., plain:]], dim=-1)
 
 
 def values_of(module: Any, mixed: Tensor) -> Tensor:
-    """Sums of a layer's weighted latents [n, heads, rank] → those of values, [n, heads, depth]."""
+    """Weighted sums of a layer's latents [n, heads, rank] → those of values, [n, heads, depth]."""
     matrices = _matrices(module)[:, module.qk_nope_head_dim :].transpose(1, 2)
     return torch.bmm(mixed.transpose(0, 1), matrices).transpose(0, 1)
 
@@ -52,8 +52,8 @@ def _matrices(module: Any) -> Tensor:
 
 
 def sources_of(text: nn.Module) -> dict[int, int]:
-    """The layers that have another's latents, by their numbers, and that one's: the last before them that kept its own
-    for others, of those that rotate keys as they do, or do not."""
+    """Layers that use another layer's latents, and that layer, by number: the last one before them that shares its own,
+    among those that rotate keys likewise."""
     parts: list[Any] = list(text.modules())
     kept, found = dict[bool, int](), dict[int, int]()
     for part in parts:

@@ -1,5 +1,5 @@
-"""Linear layers of transformers' text model whose weights stay in 8 or 4 bits: our own, with our kernels, in their
-places."""
+"""Linear layers of transformers' text models whose weights stay in 8 or 4 bits are replaced by ours, with our
+kernels."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from llm_service.models.quantized import load_weights, quantized_modules
 
 
 class TextLinear(nn.Module):
-    """Stands for a linear layer of transformers, [..., in_features] → [..., out_features], until `targets` have been
-    read without a weight. Ranks keep the `inputs` and `outputs` that they say before; one that `sums` what all ranks
-    have of its outputs adds its bias, `summed_bias`, behind that. `rounds_inputs` as `PackedLinear` has it."""
+    """Takes the place of a linear layer of transformers, [..., in_features] → [..., out_features], and has no weight
+    until its `targets` are read. Ranks first say which `inputs` and `outputs` they keep; one that `sums` its outputs
+    over the ranks adds the bias, `summed_bias`, afterwards. `rounds_inputs` as in `PackedLinear`."""
 
     def __init__(self, of: nn.Linear, *, rounds_inputs: bool = True) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class TextLinear(nn.Module):
         return found
 
     def finalize(self, device: torch.device, rounded: Rounded) -> None:
-        """Lays the weight out on a device, once it is there; before, nothing."""
+        """Lays the weight out on a device; does nothing before it is there."""
         if self._product is not None and self._product.whole():
             self._product.to(device)
             self._product.finalize(rounded=rounded)
@@ -60,13 +60,13 @@ class TextLinear(nn.Module):
 
 
 Fill = Callable[[Any], None]
-"""Reads what a model's linear layers of ours need, of which ranks have said by then what they keep."""
+"""Reads what a model's linear layers of ours need, once ranks have said what they keep."""
 
 
 def leave_quantised(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
-    """Puts ours in the places of those of a model's linear layers whose weights a checkpoint has quantised; the names
-    of their tensors there, by those in the checkpoint. Raises CheckpointError where another part of the model is
-    quantised, or transformers makes other tensors of the weights when it loads them."""
+    """Replaces a model's linear layers whose weights a checkpoint has quantised by ours. Returns their tensors' names,
+    by the names in the checkpoint. Raises CheckpointError if another part of the model is quantised, or transformers
+    transforms these weights when it loads them."""
     quantised = {f"{module}.weight": module for module in quantized_modules(checkpoint)}
     names: dict[str, str] = {}
     for name, (there, changed) in names_within(model, quantised).items():
@@ -87,8 +87,8 @@ def fill_quantised(checkpoint: Checkpoint, names: dict[str, str], device: torch.
 
 
 def round_linears(model: Any, device: torch.device, weight_dtype: str) -> Fill:
-    """Puts ours in the places of all linear layers of a text, and of its head, whose weights are to be rounded, as
-    `load_decoder` has it. What chooses experts is no such layer: transformers has classes of its own for that."""
+    """Replaces all linear layers of a text, and of its head, whose weights are to be rounded, as in `load_decoder`.
+    Routers of experts are not among them: transformers has other classes for these."""
     text, head = decoder_of(model), head_of(model)
     wanted = {id(part) for part in [*text.modules(), head] if type(part) is nn.Linear}
     taken: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ def _rounded(model: Any, weight_dtype: str = "") -> Rounded:
 
 
 def _given_up(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Stored]]:
-    """Each, which nobody else has then."""
+    """Yields each tensor and drops it from the dictionary."""
     for name in list(tensors):
         yield name, InMemory(tensors.pop(name))
 
@@ -122,7 +122,7 @@ def _replace(model: nn.Module, path: str) -> None:
 
 
 def _fill(model: nn.Module, weights: Iterable[tuple[str, Stored]], device: torch.device, rounded: Rounded) -> None:
-    """Raises CheckpointError where a tensor is missing or does not fit."""
+    """Raises CheckpointError if a tensor is missing or does not fit."""
     linears = {name: part for name, part in model.named_modules() if isinstance(part, TextLinear)}
     places = {target: place for name, part in linears.items() for target, place in part.targets(name).items()}
     for name, stored in weights:

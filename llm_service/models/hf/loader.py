@@ -32,10 +32,9 @@ def load_hf_decoder(
     weight_dtype: str = "",
     attention: str | MakesBackend = "auto",
 ) -> HfDecoder:
-    """Reads the text's weights alone, and keeps this rank's partition of them; None: its trial has yet to be made.
-    `weight_dtype` int8 rounds the matrices of its linear layers, and of the head, and w8a8 what those of the layers are
-    multiplied with as well; `attention` as `HfDecoder` has it. Raises CheckpointError where transformers cannot, or
-    we cannot serve it so."""
+    """Reads the weights of the text alone, and keeps this rank's partition. `finding` None: its trial is made first.
+    `weight_dtype` int8 rounds the matrices of its linear layers and of the head, and w8a8 the inputs of the layers' as
+    well; `attention` as in `HfDecoder`. Raises CheckpointError if transformers or we cannot serve it like this."""
     scheme = Scheme.of(checkpoint.config)
     check_weight_dtype(weight_dtype, scheme, device)
     found = finding or try_out(checkpoint.folder, group.on_hosts())
@@ -46,7 +45,7 @@ def load_hf_decoder(
         if scheme is not None:
             names.update(leave_quantised(checkpoint, model))
 
-    # What is to be cut, or rounded, may be more than a device holds.
+    # A weight that is to be cut or rounded may be larger than the device.
     at_once = group.size == 1 and not weight_dtype
     model = load(checkpoint.folder, strip, dtype, device if at_once else torch.device("cpu"))
     fill: Fill | None = None

@@ -1,5 +1,5 @@
-"""Which tensors are the text's, and what our decoder calls them: of transformers' models in memory, and of checkpoints
-in every layout that transformers reads."""
+"""Which tensors belong to the text, and our decoder's names of them: in transformers' models, and in checkpoints in
+every layout that transformers reads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from llm_service.models.loader import HEAD
 from llm_service.models.parted_tensors import PartedTensors
 
 _TOGETHER = ".experts.", ".gate_up_proj."
-"""Of a tensor's name: transformers stacks experts when it loads them, and gates with what they open; ours takes them as
-they are."""
+"""Parts of tensors' names that transformers stacks (experts) or joins (gates and up projections) when it loads them;
+our decoder takes them as stored."""
 
 
 def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -32,9 +32,8 @@ def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def own_names(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], PartedTensors]:
-    """The decoder's names of those of a checkpoint's tensors, and of the weights that several make together, which are
-    the text's of a model of transformers; and which of these names are of several tensors there, or of parts of one.
-    Raises CheckpointError where transformers does something else to one of them."""
+    """The decoder's names of a checkpoint's tensors that belong to the text, and which of these names are joined from
+    several tensors, or are parts of one. Raises CheckpointError if transformers transforms one of them otherwise."""
     names, renamed, parted = _Names(model), dict[str, str](), PartedTensors()
     weights = {f"{name.rpartition('.')[0]}.weight" for name in stored}
     for name, (there, whole) in names_within(model, {*stored, *weights}).items():
@@ -58,8 +57,8 @@ def _transposed(model: Any, stored: str) -> bool:
 
 
 def _part(model: Any, names: _Names, stored: str, first: str, parted: PartedTensors) -> bool:
-    """Notes into what transformers cuts a tensor by its rows, or with what it joins it, by its own names of the tensor
-    and of the first that it makes of that. False where it does something else."""
+    """Records how transformers splits a tensor by rows, or joins it, by its own names of the tensor and of the first
+    one made from it. False if it does something else."""
     from transformers.core_model_loading import Chunk, Concatenate, Split, WeightConverter
 
     steps = [step for step in conversions(model) if isinstance(step, WeightConverter)]
@@ -84,7 +83,7 @@ def _part(model: Any, names: _Names, stored: str, first: str, parted: PartedTens
 
 
 class _Names:
-    """What a model of transformers calls the parts that our decoder has."""
+    """A transformers model's names of the parts that our decoder has."""
 
     def __init__(self, model: Any) -> None:
         names = {id(part): name for name, part in model.named_modules()}
@@ -106,7 +105,7 @@ class _Names:
         return any(part in name for part in self._changed)
 
     def own(self, name: str) -> str | None:
-        """The decoder's name of a tensor; None where it has none."""
+        """The decoder's name of a tensor; None if it has none."""
         module, _, kind = name.rpartition(".")
         if (own := self._outer.get(module)) is not None:
             return f"{own}.{kind}"

@@ -1,5 +1,5 @@
-"""A rank's part of transformers' text model, by transformers' own plan of which weights are split and how. The sums
-are those of our group: what transformers would wrap in distributed tensors are plain ones here."""
+"""A rank's part of transformers' text model, by transformers' plan of which weights are split and how. Sums are made by
+our group; tensors that transformers would distribute are plain ones here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llm_service.models.hf.states import CHUNKS
 _WHOLE = frozenset(
     {"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "embedding_rowwise", "embedding_colwise"}
 )
-"""Styles whose weights every rank keeps: as transformers' are, or tables, whose rows cost no time."""
+"""Styles whose weights every rank keeps whole: replicated in transformers, or tables, whose rows cost no time."""
 _DIMENSIONS = {
     "colwise": -2,
     "colwise_gather_output": -2,
@@ -28,13 +28,13 @@ _DIMENSIONS = {
     "rowwise_split_input": -1,
     "packed_rowwise": -1,
 }
-"""Which dimension of a weight is split; of a vector, its only one."""
+"""The dimension in which a weight is split; a vector has only one."""
 _SUM = "moe_tp_experts"
 
 
 def partition_model(model: Any, group: TensorGroup) -> None:
-    """Leaves this rank's part of a model's weights, and has its modules ask the others where they need them. Raises
-    CheckpointError where transformers has no plan, or one that this does not know, or weights cannot be split so."""
+    """Keeps this rank's part of a model's weights, and adds the communication to its modules. Raises CheckpointError if
+    transformers has no plan, or an unknown one, or weights cannot be split like this."""
     if group.size == 1:
         return
     kind, plan = type(model).__name__, model.tp_plan or {}
@@ -49,7 +49,7 @@ def partition_model(model: Any, group: TensorGroup) -> None:
         if style is None or style in _WHOLE:
             continue
         if style == "rowwise" and type(modules[name.rpartition(".")[0]]).__name__ in CHUNKS:
-            style = "rowwise_split_input"  # of a layer with states, all of which but this every rank computes
+            style = "rowwise_split_input"  # of a layer with states, the rest of which every rank computes
         if style == _SUM:
             module.register_forward_hook(partial(_summed, group=group))
         elif isinstance(module, nn.Linear | TextLinear) and not style.startswith("packed"):
@@ -92,7 +92,7 @@ def _keep_weights(kind: str, module: nn.Linear, style: str, group: TensorGroup) 
 
 
 def _keep_range(kind: str, module: TextLinear, style: str, group: TensorGroup) -> None:
-    """Says which part this rank is to read."""
+    """Records which part this rank reads."""
     if (dimension := _DIMENSIONS.get(style)) is None:
         raise CheckpointError(f"{kind} splits weights {style}, which is not known here")
     try:

@@ -1,5 +1,5 @@
-"""Rotary positions by LongRoPE (Ding et al. 2024), with which a text that is longer than so many tokens turns by other
-frequencies: of each sequence by its own, where transformers chooses one set for a batch."""
+"""LongRoPE (Ding et al. 2024): sequences longer than a bound use other frequencies, here each sequence by its own
+length, whereas transformers chooses one set for a batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _TURNS = "longrope"
 
 
 def turn_by_sequence(text: nn.Module) -> None:
-    """Has each of a text's rotary positions by LongRoPE tell long sequences by their positions, which are counted from
-    `FAR`. Raises CheckpointError where transformers computes something else of one sequence than is computed here."""
+    """Has a text's LongRoPE recognise long sequences by their positions, which are counted from `FAR`. Raises
+    CheckpointError if transformers computes something else for a single sequence than is computed here."""
     for name, part in list(text.named_modules()):
         if getattr(part, "rope_type", None) == _TURNS:
             above, _, own = name.rpartition(".")

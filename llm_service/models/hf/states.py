@@ -1,5 +1,5 @@
-"""Layers of transformers that keep states: computed as theirs, over our slots. What they ask of a cache is answered for
-the sequences of one call."""
+"""Layers of transformers that keep states: computed by transformers over our slots, which answer as its cache would,
+for the sequences of one call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
 from llm_service.models.hf.step import this_step
 
 CHUNKS = {"Glm5NextTextLinearAttention": 64}
-"""Layers that are served, and how many tokens they compute at once: a sequence that is cut at multiples of these gives
-the same bits."""
+"""The layers served, and how many tokens they compute at once: a sequence cut at multiples of these gives the same
+bits."""
 
 
 class Held:
-    """The states of some sequences, as transformers' layers ask a cache for them: the last tokens that a convolution
-    sees [b, channels, width], and what is carried on [b, …]. Without any they are what a layer says first."""
+    """The states of some sequences, in the form of transformers' cache: the last tokens that a convolution sees [b,
+    channels, width], and the recurrent state [b, …]. Initially they are what a layer writes first."""
 
     def __init__(self, states: Sequence[Tensor] = ()) -> None:
         self._tokens = states[0] if states else None
@@ -37,7 +37,7 @@ class Held:
         return self._tokens
 
     def update_conv_state(self, tokens: Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> Tensor:
-        """Takes tokens [b, channels, n] → those before them, and them."""
+        """Takes tokens [b, channels, n] → the tokens before them, and them."""
         before = self._tokens
         if before is None:
             before = tokens.new_zeros(*tokens.shape[:-1], conv_kernel_size)
@@ -46,7 +46,7 @@ class Held:
         return every
 
     def get_recurrent_state(self, *_: Any, **__: Any) -> Tensor | None:
-        """What is carried on."""
+        """The recurrent state."""
         return self._carried
 
     def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -60,8 +60,8 @@ class Held:
 
 
 def take_states(text: nn.Module) -> dict[int, int]:
-    """Has those layers of a text that are known here keep their states with us; how many tokens each computes at once,
-    by its number."""
+    """Has the known layers of a text keep their states in our slots. Returns how many tokens each computes at once, by
+    layer number."""
     found: dict[int, int] = {}
     parts: list[Any] = list(text.modules())
     for part in parts:
@@ -92,8 +92,8 @@ class HfStates:
 
 
 class StateSegments:
-    """Runs of tokens, which are computed one after the other, and tokens that come `alone`, which are computed at once;
-    where one of a sequence is behind a run of it, that comes first."""
+    """Runs of tokens, computed one after the other, and single tokens (`alone`), computed together; the single token of
+    a sequence comes after its run."""
 
     def __init__(self, runs: Iterable[Segment], alone: Sequence[Segment]) -> None:
         self._runs, self._alone = tuple(runs), alone

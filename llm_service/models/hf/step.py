@@ -1,4 +1,4 @@
-"""What layers of transformers are computed with in a step: attention, choices and states of ours."""
+"""What transformers' layers use of ours during a step: attention, index choices and states."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionRule], Tensor]
 """From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""
 
 Choose = Callable[[int, IndexQuery], tuple[Chosen, ...]]
-"""From a layer's number and what its tokens are scored with: what those of each chunk see."""
+"""From a layer's number and its index queries to what the tokens of each chunk see."""
 
 Carry = Callable[[int, Callable[[Tensor, Any], Tensor], Tensor], Tensor]
-"""From a layer's number, what computes it of [b, n, hidden] and of the states of b sequences
-(`states.Held`), and a batch of tokens [1, n, hidden] → [1, n, hidden]."""
+"""From a layer's number, a function of [b, n, hidden] and the states of b sequences (`states.Held`), and a batch of
+tokens [1, n, hidden] → [1, n, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ _step: ContextVar[HfStep | None] = ContextVar("step", default=None)
 
 @contextmanager
 def computing(step: HfStep) -> Iterator[None]:
-    """In the block, transformers' layers compute so. There is one step at a time."""
+    """Within the context, transformers' layers use this step. There is one step at a time."""
     assert _step.get() is None, "a step within a step"
     token = _step.set(step)
     try:

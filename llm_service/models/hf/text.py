@@ -26,7 +26,7 @@ def text_alone(model: Any) -> None:
 
 
 class _NoRows(nn.Module):
-    """Stands for a part that puts rows among a prompt's embeddings, where there are none."""
+    """Takes the place of a part that puts rows among a prompt's embeddings, where there are none."""
 
     def forward(self, _: Tensor, embeddings: Tensor, **__: Any) -> Tensor:
         return embeddings
