@@ -1,9 +1,10 @@
 """`python -m benchmarks.gpu_day PARTS --folder FOLDER`: what is to be found out when a GPU is there for half an hour.
 
-1: whether each kernel is right and can be captured, ceilings, then decoder, engine, and where time goes. 2: both
-services with the shape of Qwen3-VL-8B and random weights, against transformers in the same run; attention and tower.
-3: all tests for GPUs, in several processes. 4, with what time is left: long contexts, short weights, experts, pixels,
-and kernels under compute-sanitizer.
+1: whether a small model answers there as transformers does, eagerly and from graphs, whether each kernel is right and
+can be captured, ceilings, then decoder, engine and tower. 2: both services with the shape of Qwen3-VL-8B and random
+weights, against transformers in the same run; where time goes, and attention. 3: all tests for GPUs, in several
+processes. 4, with what time is left: long contexts, short weights, experts, pixels, and kernels under
+compute-sanitizer.
 The sections of a part take less than nine minutes together, each has a limit of its own, and begins whatever became of
 those before it; of several parts those are begun for which there is time, so that called again and again nothing is
 waited for. A section's output goes to a file in the folder, rows of benchmarks go to rows.jsonl as well, one by one, so
@@ -45,6 +46,13 @@ TEST_OPTIONS = ("-n", str(_PROCESSES), "--dist", "loadfile", "--timeout", "120",
 times at once. A signal does not end the wait for a kernel that hangs, a thread does."""
 BY_TORCH = {f"TWINLENS_{service}_KERNELS": "torch" for service in ("LLM", "ENCODER")}
 """What a CPU computes beside a GPU torch does, whose kernels are there."""
+_HANG = ("--timeout", "50")
+"""Of tests that start no service: one that hangs takes less than a minute. What is said last counts."""
+FIRST = (
+    "tests/gpu/test_parity_on_gpu.py::test_greedy_tokens_are_the_references[qwen3_vl]",
+    "tests/gpu/test_llm_on_gpu.py::test_graphs_give_the_tokens_of_eager_steps[qwen3_vl-64]",
+)
+"""Whether anything runs at all."""
 _NATIVE_TESTS = (
     "test_parity_on_gpu",
     "test_llm_on_gpu",
@@ -88,22 +96,23 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
 
     made = {
         1: [
+            _tests("first", 60, *FIRST, alone=True, tiny=tiny),
             Table("kernels", ("-m", "benchmarks.kernels_device", *small), 180, _environ(tiny=tiny)),
             bench("ceilings", "device", 40),
             bench("decoder", "llm_device", 110),
             bench("engine", "engine_device", 80),
-            bench("profile", "profile_device", 70),
+            bench("tower", "vit", 60),
         ],
         2: [
             Table("checkpoint", ("-m", "benchmarks.real_shape", str(model), *small), 120),
             Table("services", ("-m", "benchmarks", "--model", str(model), *little), 270),
+            bench("profile", "profile_device", 60),
             bench("attention", "attention_device", 80),
-            bench("tower", "vit", 60),
         ],
         3: [
-            _tests("test_native", 110, *_NATIVE_TESTS, tiny=tiny),
-            _tests("test_services", 240, *_SERVICE_TESTS, tiny=tiny),
-            _tests("test_others", 80, *_TESTS, tiny=tiny),
+            _tests("test_native", 110, *_paths(_NATIVE_TESTS), tiny=tiny),
+            _tests("test_services", 240, *_paths(_SERVICE_TESTS), services=True, tiny=tiny),
+            _tests("test_others", 80, *_paths(_TESTS), tiny=tiny),
         ],
         4: [
             bench("decoder_long", "llm_device", 80, "--layers", "12", "--context", "8192", "32768", "--tokens", "8192"),
@@ -132,13 +141,19 @@ def _sanitized(*, tiny: bool) -> Table:
     return Table("sanitizer", command, 150, environ, hindrance)
 
 
-def _tests(name: str, seconds: float, *files: str, tiny: bool) -> Table:
-    """Tests of GPUs by name of file; where all is tiny they are collected, and no more. Warnings are errors with the
-    pinned versions alone. A kernel that breaks a process's context, or hangs, takes that process along, and no other
-    test (`tests/gpu/conftest.py`)."""
-    paths = [f"tests/gpu/{file}.py" for file in files]
-    command = ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", *paths)
-    return Table(name, (*command, *(("--collect-only",) if tiny else TEST_OPTIONS)), seconds, BY_TORCH)
+def _paths(files: Sequence[str]) -> list[str]:
+    return [f"tests/gpu/{file}.py" for file in files]
+
+
+def _tests(name: str, seconds: float, *paths: str, tiny: bool, services: bool = False, alone: bool = False) -> Table:
+    """Tests of GPUs, `alone` those in this process; where all is tiny they are collected, and no more. Warnings are
+    errors with the pinned versions alone. A kernel that breaks a process's context, or hangs, takes that process along,
+    and no other test; what failed is told at once (`tests/gpu/conftest.py`)."""
+    options = TEST_OPTIONS[TEST_OPTIONS.index("--timeout") :] if alone else TEST_OPTIONS
+    options = ("--collect-only",) if tiny else options if services else (*options, *_HANG)
+    return Table(
+        name, ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", *paths, *options), seconds, BY_TORCH
+    )
 
 
 def _environ(*, tiny: bool) -> dict[str, str]:

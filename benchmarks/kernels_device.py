@@ -28,7 +28,7 @@ from benchmarks.quantized import FORMS
 from common.gpu import Capture, CaptureFailed, CudaCapture, first_of, told_waits
 from tests import triton_interpreter
 
-_SECONDS = 60
+_SECONDS = 45
 """For one kernel, its compilation included."""
 _FAR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """How far from torch's a result may be, by its length."""

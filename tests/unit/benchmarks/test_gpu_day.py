@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
+import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,16 +70,46 @@ def test_a_section_that_does_not_fit_is_left_to_the_next_call(tmp_path: Path) ->
     assert gpu_day.run([first, long, short], tmp_path, [], 500.0) == [], "alone it has what time there is"
 
 
-def test_kernels_are_tried_first_and_services_before_tests(tmp_path: Path) -> None:
+def test_an_answer_is_tried_first_then_kernels_and_services_before_tests(tmp_path: Path) -> None:
     names = [section.name for part in gpu_day.parts(tmp_path, tiny=False).values() for section in part]
-    assert names[0] == "kernels"
-    assert names.index("services") < names.index("test_native") < names.index("sanitizer")
+    assert names[:2] == ["first", "kernels"]
+    assert names.index("services") < names.index("profile") < names.index("test_native") < names.index("sanitizer")
+
+
+def test_a_hang_of_a_test_without_services_costs_less_than_a_minute(tmp_path: Path) -> None:
+    sections = {each.name: list(each.command) for part in gpu_day.parts(tmp_path, tiny=False).values() for each in part}
+    for name in ("first", "test_native", "test_others"):
+        command = sections[name]
+        assert float(command[len(command) - command[::-1].index("--timeout")]) < 60
+        assert command[command.index("--timeout-method") + 1] == "thread", "a signal does not end a wait for a GPU"
+
+
+def test_a_test_that_failed_has_said_so_when_another_ends_the_run(tmp_path: Path) -> None:
+    tests = tmp_path / "test_two.py"
+    tests.write_text("import os\ndef test_one(): assert 'its' == 'words'\ndef test_two(): os._exit(9)\n")
+    options = [
+        "-q",
+        "-n0",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        tmp_path,
+        "-p",
+        "tests.gpu.conftest",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command = [sys.executable, "-m", "pytest", *map(str, options), str(tests)]
+    made = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    assert made.returncode == 9
+    assert "FAILED test_two.py::test_one" in made.stdout
+    assert "assert 'its' == 'words'" in made.stdout
 
 
 def test_each_part_fits_into_its_time(tmp_path: Path) -> None:
     made = gpu_day.parts(tmp_path, tiny=False)
     assert {part: sum(each.seconds for each in sections) for part, sections in made.items()} == {
-        1: 480.0,
+        1: 530.0,
         2: 530.0,
         3: 430.0,
         4: 520.0,
