@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,8 @@ _QUANTIZATION = "hf_quant_config.json"
 _MAX_HEADER = 100 << 20
 _POINTER = b"version https://git-lfs"
 """What a file begins with that Git left to its extension for large files."""
-_FLOATS = "BF16", "F16", "F32"
+_FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""Types of floats of 16 or 32 bits, by config.json's word for each, in safetensors' word."""
 _SETTINGS = ["*.json", "*.jinja", "*.txt"]
 """What is downloaded first: all but weights."""
 
@@ -142,13 +143,21 @@ class Checkpoint:
 
     @cached_property
     def stored_in(self) -> str:
-        """The type of floats (safetensors' word) of 16 or 32 bits that most of its bytes are in; of a quantised one,
-        of what is left. Empty where there are none."""
-        totals = Counter[str]()
-        for name, info in self.tensors.items():
-            if ".weight." not in name:  # what stands below a weight are constants of a quantised one
-                totals[info.dtype] += info.end - info.begin
-        return max(_FLOATS, key=lambda name: totals[name]) if any(totals[name] for name in _FLOATS) else ""
+        """The type of floats (safetensors' word) of 16 or 32 bits that most bytes of all shards are in, be they needed
+        or not: whoever needs others must come to the same. Where not all are here, what config.json states of the text,
+        else the type of those that are here. Of a quantised checkpoint it is that of what is left. Empty where there
+        are none."""
+        try:
+            return _most_bytes(Checkpoint(self.folder).tensors)
+        except CheckpointError:
+            return self._stated_type() or _most_bytes(self.tensors)
+
+    def _stated_type(self) -> str:
+        """What config.json states that the text is stored in; empty where it does not."""
+        text = self.config.get("text_config")
+        parts = [text, self.config] if isinstance(text, dict) else [self.config]
+        stated = [part.get("dtype") or part.get("torch_dtype") for part in parts]
+        return next((_FLOATS[name] for name in stated if isinstance(name, str) and name in _FLOATS), "")
 
     def _lacks(self, name: str) -> str:
         """Why there are no weights: a file of this name is not there."""
@@ -176,6 +185,14 @@ class Checkpoint:
         if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
             raise CheckpointError(f"{INDEX} has no weight_map")
         return files
+
+
+def _most_bytes(tensors: Mapping[str, TensorInfo]) -> str:
+    totals = Counter[str]()
+    for name, info in tensors.items():
+        if ".weight." not in name:  # what stands below a weight are constants of a quantised one
+            totals[info.dtype] += info.end - info.begin
+    return max(_FLOATS.values(), key=lambda name: totals[name]) if any(map(totals.get, _FLOATS.values())) else ""
 
 
 def _downloaded(model: str, revision: str | None, patterns: Sequence[str]) -> Path:

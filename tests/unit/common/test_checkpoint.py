@@ -262,3 +262,27 @@ def test_what_most_of_a_checkpoint_is_stored_in(tmp_path: Path) -> None:
     assert stored(small=half[:2].clone(), weight=scales) == "F32"
     assert stored(codes=torch.zeros(64, 64, dtype=torch.int8), norm=half) == "BF16"
     assert stored(codes=torch.zeros(64, 64, dtype=torch.int8)) == ""
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"text_config": {"dtype": "bfloat16"}, "dtype": "float32"}, "BF16"),
+        ({"text_config": {}, "torch_dtype": "bfloat16"}, "BF16"),
+        ({"torch_dtype": "float16"}, "F16"),
+        ({"text_config": 7, "dtype": ["bfloat16"]}, "F32"),
+        ({}, "F32"),
+    ],
+)
+def test_a_checkpoint_is_stored_in_one_type_whichever_of_its_shards_are_needed(
+    tmp_path: Path, stated: dict[str, object], expected: str
+) -> None:
+    """A tower in float32, beside a larger text in bfloat16."""
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    save_file({"visual.weight": torch.zeros(4, 4)}, tmp_path / "tower.safetensors")
+    save_file({"text.weight": torch.zeros(8, 9, dtype=torch.bfloat16)}, tmp_path / "text.safetensors")
+    files = {"visual.weight": "tower.safetensors", "text.weight": "text.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    assert [Checkpoint(tmp_path, prefixes=part).stored_in for part in (("",), ("visual.",))] == ["BF16", "BF16"]
+    (tmp_path / "text.safetensors").unlink()
+    assert Checkpoint(tmp_path, prefixes=("visual.",)).stored_in == expected
