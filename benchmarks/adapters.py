@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from benchmarks.checkpoint import add_model_options, chosen_model, ordinary_tokens
 from benchmarks.hits import check_new, no_wrong_figures, of_llm, since, told
 from benchmarks.services import process
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from twinlens.v1 import llm_pb2

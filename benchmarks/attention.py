@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common import allocator
 from common.cpu.jit import use_threads
-from common.devices import usable_cores
+from common.hardware import usable_cores
+from common.process import malloc
 from llm_service.layers.attention.scored import attend_by_scores
 from llm_service.layers.cpu.numba_backend import in_pairs
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
@@ -47,7 +47,7 @@ def main() -> None:
         parser.error("this processor lacks AVX-512, which our kernel needs")
     if dtype == torch.bfloat16 and not computes_bfloat16():
         parser.error("this processor lacks AVX512-BF16, which our kernel for bfloat16 needs")
-    allocator.keep_large_blocks()
+    malloc.keep_large_blocks()
     use_threads(given.threads)
     print("| tokens | of | torch | ours | ratio | GFLOP/s |\n|---:|---:|---:|---:|---:|---:|")
     for count, known in _SHAPES:

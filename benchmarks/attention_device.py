@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.device import Machine, add_options, head, line, machine, ms, timed
 from benchmarks.llm_device import Case, batch, cases
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.triton_backend import TritonBackend

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import Checkpoint
-from common.devices import default_device, default_dtype
-from common.wire import DType
+from common.checkpoints.checkpoint import Checkpoint
+from common.hardware import default_device, default_dtype
+from common.rows.wire import DType
 from llm_service.layers.weight_dtype import W8A8
 from llm_service.model_config.text import TextConfig
 from tests.checkpoints import SPECIAL_IDS, Family, make_checkpoint, redraw

@@ -32,7 +32,7 @@ from benchmarks.services import both
 from benchmarks.transformers_side import Peer
 from benchmarks.twinlens_side import request_for
 from benchmarks.workload import Question
-from common.devices import usable_cores
+from common.hardware import usable_cores
 from twinlens.v1 import llm_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from benchmarks.adapters import write_adapters
 from benchmarks.checkpoint import add_model_options, chosen_model, ordinary_tokens
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
-from common.devices import default_dtype
+from common.hardware import default_dtype
+from common.shm.arena import SharedBuffer
 from llm_service.layers.cpu import selection
 from llm_service.layers.weight_dtype import W8A8
 from llm_service.model_config.adapter_folder import Adaptable, Adapter, read

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common import allocator
 from common.cpu.jit import use_threads
+from common.process import malloc
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn.backend import GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.choose import choose
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.delta_net", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="of which the least is shown; of prefills three at most")
     given = parser.parse_args()
-    allocator.keep_large_blocks()
+    malloc.keep_large_blocks()
     use_threads(1)
     print("| value heads | type | | transformers | ours | ratio | states |\n|---:|---|---|---:|---:|---:|---:|")
     for heads in (16, 32):

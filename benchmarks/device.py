@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from common.gpu import Capture, CudaCapture
+from common.gpu.graphs import Capture, CudaCapture
 from tests import triton_interpreter
 
 

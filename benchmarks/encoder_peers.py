@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from benchmarks.workload import Mark, picture
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower

@@ -34,9 +34,9 @@ from benchmarks.plain_checkpoint import (
     PHI4,
     plain_checkpoint,
 )
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
-from common.devices import usable_cores
+from common.hardware import usable_cores
 from common.hf import models as hf_models
 from common.media.item import Grid, Header, Key, Modality, Options, Pixels, PromptPart
 from encoder_service.families import config

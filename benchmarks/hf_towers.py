@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.checkpoint import CACHE
 from benchmarks.plain_checkpoint import plain_checkpoint
 from benchmarks.tower_recipes import SIDE, TOWERS
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.cpu.jit import use_threads
 from common.hf import models as hf_models
 from common.media.item import Modality, Options, Pixels

@@ -21,7 +21,7 @@ from benchmarks.sides import Timed
 from benchmarks.transformers_side import Peer
 from benchmarks.twinlens_side import Twinlens
 from benchmarks.workload import Question
-from common.devices import usable_cores
+from common.hardware import usable_cores
 
 _WARM_UP_TOKENS = 4
 

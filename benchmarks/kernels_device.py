@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.device import Again
 from benchmarks.llm_device import Settings, config_of, make_runner, step
 from benchmarks.quantized import FORMS
-from common.gpu import Capture, CaptureFailed, CudaCapture, first_of, told_waits
+from common.gpu.graphs import Capture, CaptureFailed, CudaCapture, first_of, told_waits
 from tests import triton_interpreter
 
 _SECONDS = 45
@@ -102,8 +102,8 @@ def _locked(here: Place) -> None:
         return
     from ctypes import c_size_t, c_uint, c_void_p
 
-    from common.arena import SharedBuffer
-    from common.cuda_driver import call
+    from common.gpu.cuda_driver import call
+    from common.shm.arena import SharedBuffer
 
     memory = torch.frombuffer(SharedBuffer.create("locked", 64 << 20).view, dtype=torch.uint8)
     call("cuMemHostRegister_v2", c_void_p(memory.data_ptr()), c_size_t(memory.nbytes), c_uint(1))
@@ -113,10 +113,10 @@ def _locked(here: Place) -> None:
 def _pool(here: Place) -> None:
     if here.device.type != "cuda":
         return
-    from common.device_memory import driver
+    from common.gpu.device_memory import driver
 
     pool = driver(here.device).create(here.device, 2 << 20)
-    program = "import sys, torch; from common.device_memory import driver; here = torch.device('cuda:0')\n"
+    program = "import sys, torch; from common.gpu.device_memory import driver; here = torch.device('cuda:0')\n"
     program += "driver(here).open(here, bytes.fromhex(sys.argv[1])).close()"
     command = [sys.executable, "-c", program, pool.handle.hex()]
     reader = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from benchmarks.quantized import awq, fp8
 from common.cpu.jit import use_threads
-from common.linear import BlockedWeight, LaidOut, Linear
+from common.cpu.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.selection import computes_bfloat16, computes_tiles, fused_vectors
 from llm_service.layers.linear import PackedLinear, quantized

@@ -25,7 +25,7 @@ import torch
 from benchmarks.device import Machine, add_options, head, line, machine, ms, timed
 from benchmarks.quantized import BYTES, FORMS
 from benchmarks.shapes import EXPERTS, MODEL, TINY, cache_bytes, step_operations, weight_bytes
-from common.arena import SharedBuffer
+from common.shm.arena import SharedBuffer
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE

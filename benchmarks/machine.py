@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from common.devices import usable_cores
+from common.hardware import usable_cores
 
 _PACKAGES = ("torch", "transformers", "numpy", "numba", "grpcio", "protobuf")
 _VECTORS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bfloat16", "amx_tile": "AMX"}

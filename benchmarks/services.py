@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from common.devices import NOT_LOCKED, cuda_device_count
+from common.hardware import NOT_LOCKED, cuda_device_count
 
 popen: Callable[..., Any] = subprocess.Popen
 """What starts a process of ours. Those who take many small measurements in a row have something faster."""

@@ -33,7 +33,7 @@ from torch.nn import functional
 from benchmarks.checkpoint import add_model_options, chosen_model, ordinary_tokens
 from benchmarks.hits import added, check_new, no_wrong_figures, of_llm, since, told
 from benchmarks.services import process
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.layers.cpu.selection import wide_vectors
 from twinlens.v1 import llm_pb2
 from twinlens.v1.llm_pb2_grpc import LlmServiceStub

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from benchmarks.checkpoint import add_model_options, chosen_model
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower

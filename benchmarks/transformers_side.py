@@ -21,8 +21,8 @@ from PIL import Image
 from benchmarks.hits import Hits
 from benchmarks.sides import Job, Measured, Timed, measure
 from benchmarks.workload import Question
-from common.checkpoint import Checkpoint
-from common.devices import default_device, default_dtype
+from common.checkpoints.checkpoint import Checkpoint
+from common.hardware import default_device, default_dtype
 from tests import reference
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.device_memory import as_unsigned, driver, row_sum
-from common.wire import RowLayout
+from common.gpu.device_memory import as_unsigned, driver, row_sum
+from common.rows.wire import RowLayout
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.worker.messages import PoolMade

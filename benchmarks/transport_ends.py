@@ -23,14 +23,14 @@ from typing import Any
 import grpc
 import numpy as np
 
-from common import log
-from common.allocator import keep_large_blocks
-from common.arena import SharedBuffer
 from common.media.item import Grid, Header, Key, Modality
 from common.nixl.agent import NixlAgent
+from common.process.malloc import keep_large_blocks
+from common.rows.wire import CHUNK_BYTES, DType, RowLayout
+from common.rpc.bearer_tokens import AcceptedTokens
 from common.rpc.calls import CallInterceptor
-from common.tokens import AcceptedTokens
-from common.wire import CHUNK_BYTES, DType, RowLayout
+from common.shm.arena import SharedBuffer
+from common.telemetry import log
 from encoder_service.convert import read_stretch, write_nixl_agent
 from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry

@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.relay import relay
 from benchmarks.services import partner
 from benchmarks.transport_ends import SIZES
-from common.devices import cuda_device_count
+from common.hardware import cuda_device_count
 
 _NAMES = {"plain": "plain gRPC", "shared": "shared memory", "chunks": "gRPC chunks", "parts": "gRPC chunks in parts"}
 _AFAR = ("plain", "chunks", "parts")

@@ -27,8 +27,8 @@ import httpx2
 from benchmarks.hits import Hits, of_vllm
 from benchmarks.sides import Measured, Timed, measure
 from benchmarks.workload import Plan, Question
-from common.checkpoint import Checkpoint
-from common.devices import default_dtype
+from common.checkpoints.checkpoint import Checkpoint
+from common.hardware import default_dtype
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 30.0

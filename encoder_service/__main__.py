@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 
-from common.descriptors import prepare
+from common.process.descriptors import prepare
 from common.requirements import require
 from common.rpc.forks import keep_grpc_out
 
@@ -17,10 +17,10 @@ def main(*, worker: str = "encoder_service.worker") -> None:
     prepare()
     keep_grpc_out()
     require("encoder_service")  # before anything that is installed with it is imported
-    from common.allocator import keep_large_blocks
-    from common.checkpoint import CheckpointError
+    from common.checkpoints.checkpoint import CheckpointError
     from common.config import load
-    from common.processes import ChildDied, hide_memory
+    from common.process.children import ChildDied, hide_memory
+    from common.process.malloc import keep_large_blocks
     from encoder_service.config import PREFIX, EncoderConfig
     from encoder_service.engine.workers import WorkerError
     from encoder_service.server import serve

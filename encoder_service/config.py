@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import option, size, words
-from common.devices import check_device, memory_limit, usable_cores
+from common.hardware import check_device, memory_limit, usable_cores
 from common.nixl.agent import BACKENDS
 from common.rpc.server import LISTEN, ServerConfig
 from encoder_service.media.fetch import FetchConfig

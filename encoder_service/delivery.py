@@ -10,12 +10,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from common import log, tracing
+from common.aio.merged import Send
 from common.errors import TwinlensError, without_traces
 from common.media.convert import add_checksum, write_header, write_stages
 from common.media.item import Header
-from common.merged import Send
-from common.stages import Stage, seconds_of
+from common.telemetry import log, tracing
+from common.telemetry.stages import Stage, seconds_of
 from encoder_service import convert
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.engine.flight import Ticket

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import Metric
 
 from common.media.convert import by_transport
-from common.metrics import SHARES, Metrics, gauge, total
+from common.telemetry.metrics import SHARES, Metrics, gauge, total
 from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.engine.load import EncoderLoad

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common import log, stderr_capture, tasks, tracing
-from common.allocator import freeze_objects
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
-from common.devices import computed_in, cuda_device_count, default_device, default_dtype, usable_cores
-from common.encoder_digest import encoder_digest
+from common.aio import tasks
+from common.checkpoints.checkpoint import Checkpoint
+from common.hardware import computed_in, cuda_device_count, default_device, default_dtype, usable_cores
 from common.hf.description import HfModel
-from common.metrics import Metrics
+from common.media.encoder_digest import encoder_digest
 from common.nixl.agent import NixlAgent
-from common.processes import ChildDied
+from common.process.children import ChildDied
+from common.process.malloc import freeze_objects
+from common.rows.wire import DType, RowLayout
 from common.rpc.server import GrpcServer
-from common.wire import DType, RowLayout
+from common.shm.arena import SharedBuffer
+from common.telemetry import log, stderr_capture, tracing
+from common.telemetry.metrics import Metrics
 from encoder_service.config import EncoderConfig
 from encoder_service.engine.admission import Admission
 from encoder_service.engine.content import Contents

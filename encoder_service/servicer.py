@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 
-from common import log
+from common.aio.merged import merged
 from common.errors import TwinlensError, Unavailable, without_traces
 from common.media import convert as media_convert
 from common.media.item import Modality
-from common.merged import merged
 from common.rpc import calls
+from common.telemetry import log
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
 from encoder_service.delivery import Delivery, log_deliveries

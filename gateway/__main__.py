@@ -6,7 +6,7 @@ import signal
 import sys
 from importlib.util import find_spec
 
-from common.descriptors import prepare
+from common.process.descriptors import prepare
 
 _MODULES = ("google.rpc", "httptools", "prometheus_client", "pydantic", "starlette", "structlog", "uvicorn", "uvloop")
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.tokens import ReadAgain, check_tokens, read_lines
+from common.rpc.bearer_tokens import ReadAgain, check_tokens, read_lines
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._@+-]{1,64}")
 _BETWEEN: Final = "\t"

@@ -12,8 +12,8 @@ import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from common.aio.tasks import StallTolerantTimer
 from common.errors import InvalidInput
-from common.tasks import StallTolerantTimer
 from gateway.errors import body_of, headers_of
 
 _HEAD_BYTES = 64 << 10

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import grpc
 
-from common import log
 from common.errors import DeadlineExceeded, TwinlensError
 from common.rpc.channel import is_cut_off
 from common.rpc.request_budget import STATED
+from common.telemetry import log
 from gateway.prompt_turns import Patience
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of

@@ -12,10 +12,10 @@ from typing import Final, Literal, TypeAlias, cast
 
 import grpc
 
-from common import log, tracing
 from common.errors import Cancelled, DeadlineExceeded, Exhausted, TwinlensError, Unavailable
 from common.rpc.channel import is_cut_off
 from common.rpc.request_budget import STATED
+from common.telemetry import log, tracing
 from gateway.prompt_turns import Patience
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common import log, tasks
+from common.aio import tasks
 from common.errors import Cancelled, DeadlineExceeded, Internal, NotFound, TwinlensError, Unavailable
+from common.telemetry import log
 from gateway.everywhere import asked
 from gateway.services import LlmService, LlmServices, Metadata
 from twinlens.v1 import llm_pb2

@@ -9,7 +9,7 @@ from typing import get_args
 
 from prometheus_client.core import Metric
 
-from common.metrics import Metrics, gauge
+from common.telemetry.metrics import Metrics, gauge
 from gateway import kept_adapters
 from gateway.generation import Outcome
 from gateway.kept_adapters import KeptAdapters

@@ -15,7 +15,7 @@ from typing import Any, Final
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common import log, tasks, tracing
+from common.aio import tasks
 from common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -26,6 +26,7 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
+from common.telemetry import log, tracing
 from gateway.config import GatewayConfig
 from gateway.connection import ABORT
 from gateway.dialect import dialect_of

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from common import tasks
-from common.allocator import give_back
+from common.aio import tasks
 from common.errors import Exhausted, TwinlensError
+from common.process.malloc import give_back
 from gateway.callers import Caller
 from gateway.dialect import OpenAI
 from gateway.errors import TooLarge, from_validation

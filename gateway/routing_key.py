@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from common import tasks
+from common.aio import tasks
 from twinlens.v1 import llm_pb2
 
 _CHARACTERS, _TOKENS = 2048, 512

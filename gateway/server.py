@@ -14,11 +14,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from common import log, stderr_capture, tasks, tracing
-from common.allocator import freeze_objects
-from common.descriptors import say
+from common.aio import tasks
 from common.errors import Unavailable
+from common.process.descriptors import say
+from common.process.malloc import freeze_objects
 from common.rpc.tls_files import TlsFiles
+from common.telemetry import log, stderr_capture, tracing
 from gateway.api.adapters import Adapters
 from gateway.api.caches import Caches
 from gateway.api.chat import Chat

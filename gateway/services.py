@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from common import log, tasks
+from common.aio import tasks
 from common.errors import (
     ENCODER_SLOW,
     MEDIA_CHANGED,
@@ -25,7 +25,6 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.rendezvous_hash import ranked
 from common.rpc.channel import (
     ChannelSecurity,
     from_rpc_error,
@@ -34,8 +33,10 @@ from common.rpc.channel import (
     is_too_large,
 )
 from common.rpc.channel_set import ChannelSet
+from common.rpc.rendezvous_hash import ranked
 from common.rpc.replica_set import ReplicaSet, Upkeep
 from common.rpc.resolver import Resolver
+from common.telemetry import log
 from gateway.errors import TooLarge, param_of
 from twinlens.obstacles import obstacle_in
 from twinlens.v1 import llm_pb2

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from common import tasks
+from common.aio import tasks
 
 DONE: Final = b"data: [DONE]\n\n"
 """How a stream of OpenAI's ends that has come to its end."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from common.call_schema import of_arguments, one_call
 from common.errors import InvalidInput
-from common.json_gaps import leniently
+from common.json_schema.calls import of_arguments, one_call
+from common.json_schema.whitespace import leniently
 from gateway.api.chat_request import AllowedTools, ChatRequest, Function, NamedTool, Tool
 from gateway.tool_parsers.tool_format import ToolFormat
 from twinlens.v1 import llm_pb2

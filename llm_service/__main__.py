@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 
-from common.descriptors import prepare
+from common.process.descriptors import prepare
 from common.requirements import require
 from common.rpc.forks import keep_grpc_out
 
@@ -20,10 +20,10 @@ def main(*, engine: str = "llm_service.engine") -> None:
     require("llm_service")  # before anything that is installed with it is imported
     import uvloop
 
-    from common.allocator import keep_large_blocks
-    from common.checkpoint import CheckpointError
+    from common.checkpoints.checkpoint import CheckpointError
     from common.config import load
     from common.errors import TwinlensError
+    from common.process.malloc import keep_large_blocks
     from llm_service.config import LlmConfig
     from llm_service.server import first_rank, serve
     from llm_service.worker.node import lend

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.checkpoint import CheckpointError
-from common.devices import E4M3_CAPABILITY, cuda_capability
+from common.checkpoints.checkpoint import CheckpointError
+from common.hardware import E4M3_CAPABILITY, cuda_capability
 from llm_service.model_config.stated_quantization import suggests_fp8_cache
 from llm_service.settings import CacheDtype
 

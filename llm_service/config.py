@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import is_port, json_object, option, size, words
-from common.devices import check_device, cuda_memory, default_device
+from common.hardware import check_device, cuda_memory, default_device
 from common.media.item import Modality
 from common.nixl.agent import BACKENDS
 from common.rpc.channel import ChannelSecurity

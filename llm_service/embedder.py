@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.errors import Internal, InvalidInput, Unsupported
 from llm_service.request import Pooling
 

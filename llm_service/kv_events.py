@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from common import log, tasks
+from common.aio import tasks
+from common.telemetry import log
 from llm_service.engine.messages import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
 
 _log = log.get("kv-events")

@@ -12,7 +12,7 @@ from itertools import groupby
 from prometheus_client.core import Metric
 
 from common.media.convert import by_transport
-from common.metrics import Metrics, gauge, total
+from common.telemetry.metrics import Metrics, gauge, total
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from common import log
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
+from common.telemetry import log
 from llm_service.embedder import MODULES
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, Message

@@ -11,15 +11,16 @@ from typing import Any
 
 import msgspec
 
-from common import log, stderr_capture, tasks, tracing
-from common.allocator import freeze_objects
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint, CheckpointError
-from common.devices import default_dtype
-from common.encoder_digest import encoder_digest
-from common.metrics import Metrics
+from common.aio import tasks
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.hardware import default_dtype
+from common.media.encoder_digest import encoder_digest
+from common.process.malloc import freeze_objects
+from common.rows.wire import DType, RowLayout
 from common.rpc.server import GrpcServer
-from common.wire import DType, RowLayout
+from common.shm.arena import SharedBuffer
+from common.telemetry import log, stderr_capture, tracing
+from common.telemetry.metrics import Metrics
 from llm_service import generation_config
 from llm_service.cache_choice import choose_cache
 from llm_service.components import Components

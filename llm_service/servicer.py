@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import grpc
 
-from common import tasks
+from common.aio import tasks
 from common.errors import InvalidInput, Precondition
+from common.rows.wire import crc32c
 from common.rpc import calls
-from common.wire import crc32c
 from llm_service.components import Components
 from llm_service.convert import answers, service_state
 from llm_service.generation.events import Begun, Delta, Embedded, Ended, PromptLogprobsDelta

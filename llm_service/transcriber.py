@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.media.item import Modality
 from llm_service.families.languages import code_of

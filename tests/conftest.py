@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from common.devices import cuda_device_count
+from common.hardware import cuda_device_count
 from common.hf.description import is_too_old
-from common.processes import ChildProcess
+from common.process.children import ChildProcess
 from tests import kernels_in_turn, quick_collection, quick_hf, triton_interpreter
 from tests.clock import Forward
 from tests.forkserver import forkserver

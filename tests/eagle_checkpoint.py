@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 
 HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 16, 96
 

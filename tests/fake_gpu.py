@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from common import transfer
-from common.weights import SliceReader
+from common.checkpoints.tensors import SliceReader
+from common.gpu import transfer
 from llm_service.layers.gdn import choose as gdn
 from llm_service.layers.gpu import int8_weight, scaled_weight
 from llm_service.layers.gpu.int8_weight import Int8Weight

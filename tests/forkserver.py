@@ -36,9 +36,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import IO, Any
 
-from common.devices import cuda_device_count
+from common.hardware import cuda_device_count
 from common.hf import description as hf_description
-from common.processes import DEFAULTS, ChildProcess, die_with_parent
+from common.process.children import DEFAULTS, ChildProcess, die_with_parent
 from tests import triton_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,11 +57,11 @@ _DESCRIBING = "common.hf.models"
 _SERVICES = "benchmarks.services"
 _COMPUTING = ("encoder_service.worker", "encoder_service.worker.planner", "llm_service.engine", "llm_service.worker")
 _IMPORTS = (
-    *("encoder_service.server", "common.allocator", "encoder_service.media.image"),
+    *("encoder_service.server", "common.process.malloc", "encoder_service.media.image"),
     *("encoder_service.media.audio", "encoder_service.media.video", "encoder_service.families.registry"),
     *("llm_service.server", "llm_service.worker.node", "llm_service.families.registry"),
     *("llm_service.engine.process", "llm_service.worker.block_tables", "llm_service.grammar.compiler", "llguidance"),
-    *("gateway.server", "common.tracing", "tests.in_turn", "common.rpc.request_budget", "uvloop"),
+    *("gateway.server", "common.telemetry.tracing", "tests.in_turn", "common.rpc.request_budget", "uvloop"),
 )
 _TO_COMPUTE = (
     *("encoder_service.worker.runner", "encoder_service.worker.hf.runner", "encoder_service.worker.graphs"),

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.arena import Range, SharedBuffer
 from common.nixl.agent import MODULE, NixlAgent
 from common.nixl.messages import AgentMemory
+from common.shm.arena import Range, SharedBuffer
 from tests.launch import descendants
 
 TWIN = "tests.nixl_twin"

@@ -13,9 +13,9 @@ import signal
 import sys
 from pathlib import Path
 
-from common.arena import Range, SharedBuffer
 from common.nixl.messages import AgentAnswer, AgentMemory, CannotRegister, Connect, Disconnect, Read, Register, ToAgent
-from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.shm.arena import Range, SharedBuffer
 
 
 def main(link_fd: int, memory_fd: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.device import Again, Machine, Peaks
 from benchmarks.llm_device import Settings, config_of, make_runner, step
-from common.gpu import Capture, CudaCapture
+from common.gpu.graphs import Capture, CudaCapture
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata

@@ -58,7 +58,7 @@ OWNED = {"Flight": "encoder_service.engine.flight", "Sequence": "llm_service.eng
 LONG_HEADS = {
     "common.errors",
     "twinlens.errors",  # a tree
-    "common.metrics",
+    "common.telemetry.metrics",
     "twinlens",  # an example
     "llm_service.engine.block_manager",  # what a block is, and how long it stays
     "llm_service.layers.gdn.backend",
@@ -288,7 +288,7 @@ def short_heads(tree: Tree) -> list[str]:
 
 
 def threads_of_the_start(tree: Tree) -> list[str]:
-    """Work for a thread goes to `common.tasks.to_thread`: asyncio starts threads when there is work, if it can."""
+    """Work for a thread goes to `common.aio.tasks.to_thread`: asyncio starts threads when there is work, if it can."""
     found = []
     for module in tree.modules.values():
         found += [
@@ -357,7 +357,7 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
         ),
         (protobuf_at_the_edge, {"llm_service/engine/core": "from twinlens.v1 import Media"}),
         (protobuf_at_the_edge, {"encoder_service/media/image": "from twinlens import v1"}),
-        (protobuf_at_the_edge, {"common/wire": "import google.protobuf.message"}),
+        (protobuf_at_the_edge, {"common/rows/wire": "import google.protobuf.message"}),
         (
             downwards,
             {"llm_service/request": "from llm_service.prompt import builder", "llm_service/prompt/builder": ""},

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from common import tracing
 from common.config import load
 from common.rpc.server import ServerConfig
+from common.telemetry import tracing
 from encoder_service import server as encoder_server
 from encoder_service.config import EncoderConfig
 from gateway.config import GatewayConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.devices import multiplies_tiles
+from common.hardware import multiplies_tiles
 from llm_service.layers.cpu import selection
 
 WAYS = TILES, VECTORS = "tiles", "vectors"

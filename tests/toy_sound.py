@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.media.item import HEADER_SHAPES, Grid, HeaderShape, Modality, Options, Pixels
 from encoder_service.__main__ import main

@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from common import log
-from common.devices import usable_cores
+from common.hardware import usable_cores
+from common.telemetry import log
 
 _log = log.get("kernels")
 _MOST = 4

@@ -22,7 +22,7 @@ from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
-from common import log
+from common.telemetry import log
 
 Array = np.ndarray[Any, Any]
 

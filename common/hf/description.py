@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from common.checkpoint import Checkpoint, CheckpointError
-from common.encoder_digest import EncoderParts
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.media.encoder_digest import EncoderParts
 
 HF_ENCODER: Final = EncoderParts(
     tensors=("",),

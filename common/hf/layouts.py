@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from common import tekken
-from common.checkpoint import Checkpoint
+from common.checkpoints import tekken
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf.classes import transformers
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import blank_of, config_of, head_of, missing, transformers
 from common.hf.description import HfModel, Refusal
 from common.hf.features import features_of, lacking

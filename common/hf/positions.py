@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 
 
 def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool = False) -> torch.Tensor:

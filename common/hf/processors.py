@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import first_line, missing, transformers
 from common.hf.description import PromptFrame
 from common.hf.layouts import LAYOUTS, SEAM

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from common.checkpoint import SINGLE, Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import SINGLE, Checkpoint, CheckpointError
 from common.hf.classes import decoder_of, head_of, keep_only, towers_within
 from common.hf.rows import makes_tokens
 from common.hf.stored_names import made_of

@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from common.encoder_digest import SCHEMA
+from common.aio.tasks import in_thread
 from common.hash_fields import canonical, framed
+from common.media.encoder_digest import SCHEMA
 from common.media.item import Content, Embedding, Modality, Options, Pixels
-from common.tasks import in_thread
 
 _SMALL = 256 << 10
 """Bytes that are hashed, or decoded from base64, faster than a thread is asked to."""

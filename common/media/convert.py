@@ -26,9 +26,9 @@ from common.media.item import (
     Source,
     Url,
 )
-from common.row_frames import varint
-from common.stages import Stage
-from common.wire import DType, RowLayout, crc32c
+from common.rows.frames import varint
+from common.rows.wire import DType, RowLayout, crc32c
+from common.telemetry.stages import Stage
 from twinlens.v1 import encoder_pb2, media_pb2
 
 KEY_BYTES: Final = 32

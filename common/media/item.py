@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from common.wire import DType
+from common.rows.wire import DType
 
 
 class Modality(enum.StrEnum):

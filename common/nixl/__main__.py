@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from common.arena import SharedBuffer
 from common.nixl.messages import AgentAnswer, AgentMemory, CannotRegister, Connect, Disconnect, Read, Register, ToAgent
-from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.shm.arena import SharedBuffer
 
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The first takes whichever of the others fits the machine's CUDA; any of them will do for the memory of a host."""

@@ -6,8 +6,7 @@ import asyncio
 import secrets
 from collections import Counter
 
-from common import log, tasks
-from common.arena import SharedBuffer
+from common.aio import tasks
 from common.nixl.messages import (
     AgentAnswer,
     AgentMemory,
@@ -18,7 +17,9 @@ from common.nixl.messages import (
     Read,
     Register,
 )
-from common.processes import Child, ChildDied
+from common.process.children import Child, ChildDied
+from common.shm.arena import SharedBuffer
+from common.telemetry import log
 
 MODULE = "common.nixl"
 BACKENDS = ("", "UCX", "LIBFABRIC")

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import grpc
 
-from common import log
 from common.errors import Unauthenticated
+from common.rpc.bearer_tokens import AcceptedTokens
 from common.rpc.status import Context, fail
-from common.tokens import AcceptedTokens
+from common.telemetry import log
 
 _STRANGERS_SECONDS = 1.0
 """From one line about callers without the token to the next."""

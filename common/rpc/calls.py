@@ -14,14 +14,16 @@ from typing import Any, NoReturn
 
 import grpc
 
-from common import errors, log, tasks, tracing
-from common.deadlines import has_run_out
+from common import errors
+from common.aio import tasks
 from common.errors import CALLER_STALLED
 from common.rpc.auth import BearerToken
+from common.rpc.bearer_tokens import AcceptedTokens
+from common.rpc.deadlines import has_run_out
 from common.rpc.request_budget import RequestBudget
 from common.rpc.requests import CallReader
 from common.rpc.status import Context, fail
-from common.tokens import AcceptedTokens
+from common.telemetry import log, tracing
 
 _OURS = "/twinlens.v1."
 _TRACED = ("Generate", "Embed", "Encode", "Prefetch", "Prefill")

@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from common import errors
+from common.rpc.bearer_tokens import TokenFile
 from common.rpc.status import from_plain_status
 from common.rpc.tls_files import TlsFiles
-from common.tokens import TokenFile
 from twinlens.v1 import media_pb2
 
 OPTIONS = (

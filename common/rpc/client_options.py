@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.config import is_port
+from common.rpc.bearer_tokens import TokenFile, read_tokens
 from common.rpc.channel import ChannelSecurity
-from common.tokens import TokenFile, read_tokens
 from twinlens import credentials
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from common import log, tasks
+from common.aio import tasks
 from common.rpc.resolver import Resolver
 from common.rpc.tls_files import TlsFiles
+from common.telemetry import log
 
 _log = log.get("replicas")
 

@@ -14,10 +14,11 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from common import log, tasks
-from common.allocator import give_back
+from common.aio import tasks
 from common.errors import Exhausted, TwinlensError
+from common.process.malloc import give_back
 from common.rpc.tcp_connections import Address, TcpConnections, remote_address
+from common.telemetry import log
 
 SMALL = 1 << 20
 """Bytes of a message that may use all of the budget."""

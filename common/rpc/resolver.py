@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from common import log
+from common.aio.tasks import in_daemon_thread, to_thread
 from common.config import is_port
-from common.tasks import in_daemon_thread, to_thread
+from common.telemetry import log
 
 _log = log.get("resolver")
 

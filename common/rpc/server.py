@@ -15,15 +15,15 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common import log
 from common.config import is_port, option, size
-from common.descriptors import say
 from common.errors import Unavailable
+from common.process.descriptors import say
 from common.rpc import reflection
+from common.rpc.bearer_tokens import AcceptedTokens
 from common.rpc.calls import CallInterceptor
 from common.rpc.request_budget import UNREAD, RequestBudget, max_large_bytes
 from common.rpc.tls_files import Certificates, TlsFiles
-from common.tokens import AcceptedTokens
+from common.telemetry import log
 from twinlens import credentials
 
 _log = log.get("server")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import log
+from common.telemetry import log
 from twinlens import credentials
 
 _log = log.get("tls")

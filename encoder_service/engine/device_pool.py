@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common import eviction
-from common.arena import Range, RangeAllocator, aligned
+from common.shm import eviction
+from common.shm.arena import Range, RangeAllocator, aligned
 from encoder_service.worker.messages import PoolMade
 
 

@@ -10,10 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from common import log
+from common.aio.tasks import end_process
 from common.errors import Internal, TwinlensError, Unavailable
-from common.processes import ChildDied
-from common.tasks import end_process
+from common.process.children import ChildDied
+from common.telemetry import log
 from encoder_service.engine.batch_history import BatchStats, BatchTotals, Pace, Suspects
 from encoder_service.engine.batching import Unit, assemble, assemble_full
 from encoder_service.engine.device_pool import DevicePools

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from common import eviction
-from common.arena import Range, RangeAllocator, SharedBuffer, aligned
+from common.aio.tasks import in_thread
 from common.errors import InvalidInput
 from common.media.item import Header
-from common.tasks import in_thread
+from common.shm import eviction
+from common.shm.arena import Range, RangeAllocator, SharedBuffer, aligned
 from encoder_service.engine.device_pool import Slice
 
 _PART = 256 << 20
@@ -83,7 +83,7 @@ class EmbeddingStore:
     buffer is `registered`: a network card reads the pages that there were then.
 
     An entry is kept and evicted whole, and never while it is pinned: the least recently used first or, where that alone
-    makes no room, neighbours of which none was used of late (`common/eviction`). Rows may be read
+    makes no room, neighbours of which none was used of late (`common/shm/eviction`). Rows may be read
     where they are written, before their entry is whole: whoever pins an allocation unpins it, and until then nobody
     else gets those bytes, even if the rest of the rows never comes.
 

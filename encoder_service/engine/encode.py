@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from common import log, tasks
+from common.aio import tasks
 from common.errors import Internal, NotFound, TwinlensError, without_traces
 from common.media.item import Header, Key, Modality, Url
-from common.wire import RowLayout
+from common.rows.wire import RowLayout
+from common.telemetry import log
 from encoder_service.engine.admission import Admission
 from encoder_service.engine.flight import Flight, Ticket
 from encoder_service.engine.load import EncoderLoad

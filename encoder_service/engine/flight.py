@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from common.errors import MEDIA_CHANGED, TwinlensError, Unavailable, without_traces
 from common.media.item import Header, Key
-from common.stages import Stage
+from common.telemetry.stages import Stage
 from encoder_service.engine.admission import Reservation
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.embedding_store import Allocation, Entry

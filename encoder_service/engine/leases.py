@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from common.arena import Range
 from common.errors import LEASE_EXPIRED, Unavailable
-from common.lease_board import LeaseBoard
+from common.shm.arena import Range
+from common.shm.lease_board import LeaseBoard
 from encoder_service.engine.device_pool import DevicePool, Slice
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore
 

@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Protocol
 
-from common.arena import Range, SharedBuffer
+from common.aio.tasks import in_thread, wait_until_done
 from common.errors import InvalidInput, Unsupported
 from common.media.item import Embedding, Grid, Modality, Options, Pixels
-from common.tasks import in_thread, wait_until_done
-from common.wire import RowLayout
+from common.rows.wire import RowLayout
+from common.shm.arena import Range, SharedBuffer
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.flight import Flight
 from encoder_service.engine.progress import Progress

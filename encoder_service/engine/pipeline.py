@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from common.arena import Range
+from common.aio.tasks import in_thread, wait_until_done
 from common.errors import MEDIA_CHANGED, NotFound, TwinlensError, Unavailable
 from common.media.item import Embedding, Header, Key
-from common.stages import Stage
-from common.tasks import in_thread, wait_until_done
+from common.shm.arena import Range
+from common.telemetry.stages import Stage
 from encoder_service.engine import pruning
 from encoder_service.engine.batching import Unit, cut
 from encoder_service.engine.content import Contents

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
-from common.stages import Stage, add
+from common.telemetry.stages import Stage, add
 
 
 class Progress:

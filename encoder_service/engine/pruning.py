@@ -11,7 +11,7 @@ import numpy as np
 from common.errors import InvalidInput, Unsupported
 from common.media import kept_rows
 from common.media.item import Options
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
 from encoder_service.item import Plan, Pruning
 
 _AT_ONCE = 1024

@@ -15,9 +15,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from common import log, tasks
+from common.aio import tasks
 from common.media.item import Header
-from common.wire import RowLayout
+from common.rows.wire import RowLayout
+from common.telemetry import log
 from encoder_service.engine import shared_store_format
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.engine.shared_store_format import Garbage

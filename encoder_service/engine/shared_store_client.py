@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import valkey.asyncio as valkey
 from valkey.exceptions import ResponseError
 
-from common import log
+from common.telemetry import log
 
 _SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
 

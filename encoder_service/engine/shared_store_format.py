@@ -15,7 +15,7 @@ import msgspec
 
 from common.media import kept_rows
 from common.media.item import Grid, Header, Modality, PromptPart
-from common.wire import RowLayout
+from common.rows.wire import RowLayout
 
 MAGIC = b"TLR2"
 _CRC = struct.Struct("<I")

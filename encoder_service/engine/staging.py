@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from common import tasks
-from common.arena import Range, RangeAllocator, SharedBuffer, aligned
+from common.aio import tasks
 from common.errors import InvalidInput
+from common.shm.arena import Range, RangeAllocator, SharedBuffer, aligned
 
 _LARGE = 4 << 20
 """Smaller ranges are soon used again, and keep their memory."""

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common import log, tasks
-from common.processes import Child, ChildDied
+from common.aio import tasks
+from common.process.children import Child, ChildDied
+from common.telemetry import log
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.worker.messages import FromWorker, StartFailed, WorkerReady, WorkerSettings

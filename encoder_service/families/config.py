@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common import log
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.description import describe
+from common.telemetry import log
 from encoder_service.families.family import HfConfig, ModelConfig, ServedConfig
 from encoder_service.families.registry import family_of, find_family
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.checkpoint import Checkpoint
-from common.encoder_digest import VISION, EncoderParts
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf.description import HfModel
+from common.media.encoder_digest import VISION, EncoderParts
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.item import Inspection, Plan
 

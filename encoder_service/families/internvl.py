@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from common.checkpoint import Checkpoint, CheckpointError
-from common.encoder_digest import INTERNVL_PARTS, INTERNVL_TEXTS
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
+from common.media.encoder_digest import INTERNVL_PARTS, INTERNVL_TEXTS
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.families.family import Family, Processor
 from encoder_service.families.pixel_settings import PixelSettings, check_steps

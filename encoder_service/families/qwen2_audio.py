@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from common.checkpoint import Checkpoint, CheckpointError
-from common.encoder_digest import QWEN2_AUDIO_PARTS
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
+from common.media.encoder_digest import QWEN2_AUDIO_PARTS
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.families.family import Family, Processor
 from encoder_service.item import SAMPLE_RATE, Inspection, Plan

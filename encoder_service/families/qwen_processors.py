@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.media.item import Grid, Modality, Options, Pixels
 from encoder_service.families.family import Processor
 from encoder_service.families.pixel_settings import PixelSettings, check_steps

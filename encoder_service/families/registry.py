@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from encoder_service.families.family import Family
 from encoder_service.families.internvl import INTERNVL
 from encoder_service.families.qwen2_audio import QWEN2_AUDIO

@@ -10,7 +10,7 @@ from functools import partial
 from common.errors import InvalidInput, TwinlensError, Unsupported
 from common.media import kept_rows
 from common.media.item import HEADER_SHAPES, Embedding, Key, Modality, Options, Pixels, Url
-from common.wire import RowLayout, all_finite
+from common.rows.wire import RowLayout, all_finite
 from encoder_service.item import Inspection, Item
 from encoder_service.media import sniff
 from encoder_service.media.limits import MAX_SECONDS, MediaLimits, check_length, check_sides

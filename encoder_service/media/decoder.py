@@ -9,12 +9,12 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 
-from common import log
-from common.arena import Range, SharedBuffer
-from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Modality
-from common.processes import Child, ChildDied, was_ended
+from common.process.children import Child, ChildDied, was_ended
+from common.process.cpu_time_limit import CpuTimeLimit, ProcessStalled
+from common.shm.arena import Range, SharedBuffer
+from common.telemetry import log
 from encoder_service.item import Inspection, Plan
 from encoder_service.media.fair_slots import Caller, FairSlots
 from encoder_service.media.messages import (

@@ -15,10 +15,10 @@ from functools import partial
 
 import httpcore2
 
-from common import log
+from common.aio.tasks import in_daemon_thread, to_thread
 from common.config import option, words
 from common.errors import MEDIA_HOST, DeadlineExceeded, InvalidInput, Precondition, TwinlensError, Unavailable
-from common.tasks import in_daemon_thread, to_thread
+from common.telemetry import log
 from encoder_service.media.address import Address, HostRule, HostRules, forbidden, is_reachable, literal, parse
 from encoder_service.media.fair_slots import Caller, FairSlots
 

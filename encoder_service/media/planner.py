@@ -6,11 +6,11 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from common import log
 from common.errors import InvalidInput, Unavailable
 from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import Grid, Modality, Pixels
-from common.processes import Child, ChildDied
+from common.process.children import Child, ChildDied
+from common.telemetry import log
 from encoder_service.families.resizing import resize_picture
 from encoder_service.item import Footage, Inspection, Item, Plan
 from encoder_service.media.checks import no_video_sound

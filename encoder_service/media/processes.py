@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from common import log, tasks
+from common.aio import tasks
 from common.errors import TwinlensError, Unavailable
-from common.processes import Child, ChildDied
+from common.process.children import Child, ChildDied
+from common.telemetry import log
 from encoder_service.media.messages import DecoderSettings, FromDecoder, Ready
 
 MODULE = "encoder_service.media"

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import log
 from common.cpu.compiling import Compilation, Readiness, not_kept
-from common.devices import multiplies_bfloat16, multiplies_tiles
-from common.transfer import tensors_to_device
+from common.gpu.transfer import tensors_to_device
+from common.hardware import multiplies_bfloat16, multiplies_tiles
+from common.telemetry import log
 from encoder_service.models import row_kernels
 
 _log = log.get("attention")

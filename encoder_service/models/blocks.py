@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import log
-from common.checkpoint import CheckpointError
-from common.linear import Linear
+from common.checkpoints.checkpoint import CheckpointError
+from common.cpu.linear import Linear
+from common.telemetry import log
 from encoder_service.models.attention import Segments
 from encoder_service.models.row_kernels import blocks_for, kernels_for
 from encoder_service.models.tower import Rotary

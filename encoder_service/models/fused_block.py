@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.allocator import give_back
 from common.cpu.arrays import lined
 from common.cpu.jit import Array
+from common.cpu.linear import Linear
 from common.cpu.vectors.powers import GELU_BEND, GELU_SLOPE
 from common.cpu.vectors.tiles import BLOCK
 from common.cpu.weight_panels import WIDTH, panels_of_pairs, product_by_torch
-from common.linear import Linear
+from common.process.malloc import give_back
 from encoder_service.models import block_kernel
 from encoder_service.models.block_kernel import Norm, Opening, Weight, as_shorts
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
-from common.linear import Linear
+from common.checkpoints.checkpoint import CheckpointError
+from common.cpu.linear import Linear
 from common.media.item import Grid
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.linear import Linear
+from common.cpu.linear import Linear
 from common.media.item import Grid
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.linear import Linear
+from common.cpu.linear import Linear
 from common.media.item import Grid
 from encoder_service.models import blocks
 from encoder_service.models.attention import Segments

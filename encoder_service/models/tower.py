@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.bitsandbytes import load_dense
-from common.checkpoint import Checkpoint, CheckpointError
-from common.linear import finalize_linears
+from common.checkpoints.bitsandbytes import load_dense
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.cpu.linear import finalize_linears
+from common.gpu.transfer import tensors_to_device
 from common.media.item import Grid
-from common.transfer import tensors_to_device
 from encoder_service.families.family import ModelConfig
 from encoder_service.models.attention import (
     AttentionUnavailable,

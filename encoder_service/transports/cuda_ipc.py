@@ -1,13 +1,13 @@
 """Rows by their place in a worker's own memory, under leases: they never leave the GPU's memory, or its links.
 
-The same name is used for whatever `common.device_memory` has a driver for.
+The same name is used for whatever `common.gpu.device_memory` has a driver for.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
-from common.wire import RowLayout
+from common.rows.wire import RowLayout
 from encoder_service.engine.device_pool import DevicePools, Slice
 from encoder_service.engine.leases import Lease, Leases
 from encoder_service.transports.base import Chunks, RowRun, Sent

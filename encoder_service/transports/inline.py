@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.row_frames import pack
-from common.wire import RowLayout
+from common.rows.frames import pack
+from common.rows.wire import RowLayout
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.transports.base import Chunks, RowRun, Sent
 from twinlens.v1 import encoder_pb2

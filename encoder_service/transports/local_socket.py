@@ -9,9 +9,11 @@ import os
 import secrets
 import socket
 
-from common import local_link, log, tasks
-from common.arena import SharedBuffer
-from common.local_link import GRANT_BYTES, RELEASE, SECRET_BYTES, SharedArena
+from common.aio import tasks
+from common.shm import local_link
+from common.shm.arena import SharedBuffer
+from common.shm.local_link import GRANT_BYTES, RELEASE, SECRET_BYTES, SharedArena
+from common.telemetry import log
 from encoder_service.engine.leases import Leases
 
 _log = log.get("local socket")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from common.aio.tasks import in_thread
 from common.nixl.agent import NixlAgent
-from common.tasks import in_thread
-from common.wire import RowLayout, crc32c
+from common.rows.wire import RowLayout, crc32c
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.leases import Leases
 from encoder_service.transports.base import Chunks, RowRun, Sent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.wire import RowLayout
+from common.rows.wire import RowLayout
 from encoder_service.engine.leases import Leases
 from encoder_service.transports.base import Chunks, RowRun, Sent
 from encoder_service.transports.local_socket import LocalSocket

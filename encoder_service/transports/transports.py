@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 from common.errors import Exhausted, Precondition
-from common.lease_board import LeaseBoard
 from common.nixl.agent import NixlAgent
 from common.nixl.messages import AgentMemory
-from common.wire import RowLayout
+from common.rows.wire import RowLayout
+from common.shm.lease_board import LeaseBoard
 from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.leases import Leases

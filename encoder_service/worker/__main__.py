@@ -13,11 +13,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common import log, stacks
-from common.arena import SharedBuffer
-from common.checkpoint import CheckpointError
-from common.late_compiles import LateCompiles
-from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from common.checkpoints.checkpoint import CheckpointError
+from common.gpu.late_compiles import LateCompiles
+from common.process import stacks
+from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.shm.arena import SharedBuffer
+from common.telemetry import log
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, StartFailed, ToWorker, WorkerSettings
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     assert isinstance(settings, WorkerSettings)
     log.configure(settings.log_level, service="encoder")
     gc.disable()  # what is imported stays: collections would look through it again and again
-    from common.device_memory import DeviceMemoryError  # torch takes a second to import
+    from common.gpu.device_memory import DeviceMemoryError  # torch takes a second to import
     from encoder_service.models.attention import AttentionUnavailable
     from encoder_service.worker.graphs import GraphsUnavailable
 
@@ -106,7 +107,7 @@ def _free(error: BaseException) -> None:
     """Lets go of the memory that a failed pass had, and of what torch keeps beside it where there was too little."""
     import torch
 
-    from common.gpu import release_memory
+    from common.gpu.graphs import release_memory
 
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:

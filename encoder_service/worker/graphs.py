@@ -15,10 +15,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from common import log
-from common.gpu import Capture, CaptureFailed, Clock
+from common.gpu.graphs import Capture, CaptureFailed, Clock
+from common.gpu.transfer import tensors_to_device
 from common.media.item import Grid
-from common.transfer import tensors_to_device
+from common.telemetry import log
 from encoder_service.models.attention import Segments, StableSegments
 from encoder_service.models.tower import PackedTower, Packing, Pass, Rotary
 

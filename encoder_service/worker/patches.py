@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import log
+from common.telemetry import log
 from encoder_service.families.pixel_settings import PixelSettings
 from encoder_service.families.qwen_processors import ImageProcessor, VideoProcessor
 from encoder_service.worker import fixed_point

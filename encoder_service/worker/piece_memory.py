@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from common.arena import SharedBuffer
-from common.device_memory import Pool, check_row_bytes, driver, row_sum
+from common.gpu.device_memory import Pool, check_row_bytes, driver, row_sum
+from common.shm.arena import SharedBuffer
 from encoder_service.worker.messages import Piece, PoolMade
 from encoder_service.worker.row_ring import Event, Exit
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.processors import Clip, Sound
-from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.media.messages import (
     ChooseFrames,
     Chosen,

@@ -13,13 +13,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from common import log
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
-from common.core_share import CoreShare
-from common.device_memory import as_unsigned
-from common.gpu import CudaCapture, gpu_seconds, use_gpu
+from common.checkpoints.checkpoint import Checkpoint
+from common.gpu.device_memory import as_unsigned
+from common.gpu.graphs import CudaCapture, gpu_seconds, use_gpu
 from common.media.item import Grid, Modality, Options
+from common.process.core_share import CoreShare
+from common.shm.arena import SharedBuffer
+from common.telemetry import log
 from encoder_service.families import config
 from encoder_service.item import SAMPLE_RATE, Inspection
 from encoder_service.models.tower import AttendingTower, PackedTower, Tower, load_tower

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from common import log
 from common.errors import InvalidInput, NotFound, TwinlensError, Unavailable
+from common.telemetry import log
 from gateway.api.fields import Model
 from gateway.everywhere import done_everywhere
 from gateway.kept_adapters import Change, Kept, KeptAdapters, load, unload

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common import tasks
+from common.aio import tasks
 from gateway import measured
 from gateway.api.chat_request import ChatRequest, ChatStreamOptions
 from gateway.chat_answers import ChatAnswers, ChatEvent, ChoiceDelta, ChoiceEnd

@@ -13,7 +13,7 @@ from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common import tasks
+from common.aio import tasks
 from common.errors import InvalidInput
 from gateway.api.fields import VLLM_DEFAULTS, Int, Prompt, SamplingFields, StreamOptions
 from gateway.convert import answers, field_names, prompt_inputs, sampling_params

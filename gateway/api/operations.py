@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import Unavailable
-from common.metrics import Metrics
+from common.telemetry.metrics import Metrics
 from gateway.middleware import RequestMiddleware
 from gateway.services import LlmServices
 from gateway.stream import json_answer

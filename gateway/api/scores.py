@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common import tasks
+from common.aio import tasks
 from common.errors import InvalidInput, TwinlensError
 from gateway.api import chat_request
 from gateway.api.score_request import (

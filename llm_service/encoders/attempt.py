@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TypeAlias
 
 from common.media.item import Header
-from common.stages import Stage
+from common.telemetry.stages import Stage
 from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
 from llm_service.encoders.replica import EncodeParams, Replica
 from llm_service.encoders.stream import EncodeStream

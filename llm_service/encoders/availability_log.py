@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
-from common import log
+from common.telemetry import log
 
 PATIENCE_SECONDS = 15.0
 """For an encoder that is started at the same time, or restarted, to be there."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
-from common import tracing
 from common.errors import Unavailable
 from common.rpc.channel import ChannelSecurity
 from common.rpc.channel_set import ChannelSet
 from common.rpc.request_budget import STATED
+from common.telemetry import tracing
 from llm_service.encoders.stream import UNREACHABLE, Call, Event, read_event
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub
 

@@ -8,11 +8,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from common import eviction
-from common.arena import Range, RangeAllocator, SharedBuffer, aligned
 from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Header
-from common.wire import RowLayout
+from common.rows.wire import RowLayout
+from common.shm import eviction
+from common.shm.arena import Range, RangeAllocator, SharedBuffer, aligned
 
 Watcher = Callable[["CacheEntry"], None]
 
@@ -76,7 +76,7 @@ class EncoderCache:
     """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
 
     An entry holds all rows of one item, under its `Header.rows_key`, as long as a request is to read it, and after that
-    until the space is needed: whole entries, by `common/eviction`, those that `retained` names last. `on_place` is
+    until the space is needed: whole entries, by `common/shm/eviction`, those that `retained` names last. `on_place` is
     told of each place that is given to new rows, before anybody else is.
     """
 

@@ -12,7 +12,6 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
-from common import log, tracing
 from common.errors import (
     CALLER_STALLED,
     ENCODER_SLOW,
@@ -26,7 +25,8 @@ from common.errors import (
     Unavailable,
 )
 from common.media.item import Header, Key, Url
-from common.stages import Stage, add
+from common.telemetry import log, tracing
+from common.telemetry.stages import Stage, add
 from llm_service.encoders.attempt import Attempt, RowStream
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.choice import EncoderChoice

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from time import monotonic
 
-from common import log
+from common.telemetry import log
 from llm_service.encoders.breaker import Quarantine
 
 CHECK_SECONDS = 0.5

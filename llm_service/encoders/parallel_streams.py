@@ -13,10 +13,10 @@ from contextlib import ExitStack, aclosing
 from functools import partial
 from itertools import pairwise
 
+from common.aio.merged import Send, merged
 from common.errors import TwinlensError, Unavailable
 from common.media.item import Header, Key, Options
-from common.merged import Send, merged
-from common.stages import Stage
+from common.telemetry.stages import Stage
 from llm_service.encoders.replica import EncodeParams, Replica
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace

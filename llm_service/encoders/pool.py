@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import log, tasks
+from common.aio import tasks
 from common.errors import Unavailable
-from common.rendezvous_hash import ranked
+from common.rpc.rendezvous_hash import ranked
 from common.rpc.replica_set import ReplicaSet, Upkeep
 from common.rpc.resolver import Resolver
+from common.telemetry import log
 from llm_service.encoders.availability_log import AvailabilityLog
 from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.health import EncoderHealth

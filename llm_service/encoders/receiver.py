@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from common import tracing
 from common.errors import (
     MEDIA_CHANGED,
     MEDIA_HOST,
@@ -23,7 +22,8 @@ from common.errors import (
     without_traces,
 )
 from common.media.item import Header
-from common.stages import Stage
+from common.telemetry import tracing
+from common.telemetry.stages import Stage
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.fetch import Fetch, FetchContext, FetchCounters

@@ -11,10 +11,11 @@ from typing import Any
 
 import grpc
 
-from common import log, tasks
+from common.aio import tasks
 from common.media.convert import write_media
+from common.rows.wire import RowLayout
 from common.rpc.channel import ChannelSecurity, from_rpc_error, is_not_taken
-from common.wire import RowLayout
+from common.telemetry import log
 from llm_service.encoders.breaker import Breaker, Quarantine
 from llm_service.encoders.connections import Connections
 from llm_service.encoders.health import CHECK_SECONDS, EncoderHealth, Verdict

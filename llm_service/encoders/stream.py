@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from common import tasks
+from common.aio import tasks
 from common.errors import (
     CALLER_STALLED,
     ENCODER_SLOW,
@@ -25,11 +25,11 @@ from common.errors import (
 )
 from common.media.convert import read_header, read_stages, verify_checksum
 from common.media.item import HEADER_SHAPES, Header
-from common.row_frames import RowsFrame, unpack
+from common.rows.frames import RowsFrame, unpack
+from common.rows.wire import RowLayout
 from common.rpc.channel import from_rpc_error, is_of_the_link, is_refused, is_too_large
 from common.rpc.status import from_plain_status
-from common.stages import Stage
-from common.wire import RowLayout
+from common.telemetry.stages import Stage
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace, Transport
 from twinlens.v1 import encoder_pb2
 

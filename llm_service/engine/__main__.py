@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.late_compiles import LateCompiles
+from common.gpu.late_compiles import LateCompiles
 from llm_service.engine.process import Loaded, serve
 from llm_service.settings import EngineSettings
 

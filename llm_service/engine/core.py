@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from common import log
-from common.processes import ParentLink
-from common.tasks import in_daemon_thread
+from common.aio.tasks import in_daemon_thread
+from common.process.children import ParentLink
+from common.telemetry import log
 from llm_service.engine.batch import Step
 from llm_service.engine.block_events import BlockEvents
 from llm_service.engine.block_exchange import BlockExchange

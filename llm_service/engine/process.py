@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common import log, stacks, tasks
-from common.checkpoint import Checkpoint, CheckpointError
-from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from common.aio import tasks
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.process import stacks
+from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.telemetry import log
 from llm_service.engine.block_events import BlockEvents
 from llm_service.engine.block_exchange import BlockExchange
 from llm_service.engine.block_manager import BlockManager

@@ -11,10 +11,10 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from common import log
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.errors import InvalidInput
-from common.json_gaps import PATTERN, SETTINGS
+from common.json_schema.whitespace import PATTERN, SETTINGS
+from common.telemetry import log
 from llm_service.engine.matchers import LEAST_BYTES, CompiledGrammar, Form, Matcher, matcher_of
 from llm_service.request import Structure
 from llm_service.token_masks import mask_bytes

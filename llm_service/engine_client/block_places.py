@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from common.arena import SharedBuffer
 from common.errors import Unavailable
+from common.shm.arena import SharedBuffer
 from llm_service.engine.messages import (
     AwaitBlocks,
     BlocksAnswer,

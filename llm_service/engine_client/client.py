@@ -8,11 +8,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from common import log, tasks
-from common.arena import SharedBuffer
-from common.checkpoint import CheckpointError
+from common.aio import tasks
+from common.checkpoints.checkpoint import CheckpointError
 from common.errors import Internal, TwinlensError, Unavailable, from_code
-from common.processes import Child, ChildDied
+from common.process.children import Child, ChildDied
+from common.shm.arena import SharedBuffer
+from common.telemetry import log
 from llm_service.engine.messages import (
     Abort,
     AdapterRead,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from common.aio.tasks import wait_until_done
 from common.errors import DataLoss
-from common.tasks import wait_until_done
 from llm_service.engine.messages import PullEnded
 from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, PullRows, UnmapPool
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-from common import tasks
-from common.processes import HELD_UP_SECONDS, Child, ChildDied, is_held_up
-from common.watchdog import Watchdog
+from common.aio import tasks
+from common.aio.watchdog import Watchdog
+from common.process.children import HELD_UP_SECONDS, Child, ChildDied, is_held_up
 from llm_service.engine.messages import FromEngine
 
 MODULE = "llm_service.engine"

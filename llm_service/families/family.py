@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from common.encoder_digest import VISION, EncoderParts
 from common.hf.description import PromptFrame
+from common.media.encoder_digest import VISION, EncoderParts
 from common.media.item import Header, Modality
 from llm_service.families.gates import Gates
 from llm_service.families.sight import ALL_BEFORE, Sight

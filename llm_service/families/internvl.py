@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from common.encoder_digest import INTERNVL_PARTS, INTERNVL_TEXTS
+from common.media.encoder_digest import INTERNVL_PARTS, INTERNVL_TEXTS
 from common.media.item import Header, Modality
 from llm_service.families.family import CheckpointNames, Family, InPrompt, Rows, SpecialToken
 

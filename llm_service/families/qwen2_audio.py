@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from common.encoder_digest import QWEN2_AUDIO_PARTS
+from common.media.encoder_digest import QWEN2_AUDIO_PARTS
 from common.media.item import Modality
 from llm_service.families.family import AttentionRules, CheckpointNames, Family, InPrompt
 

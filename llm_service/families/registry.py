@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.apertus import APERTUS_TEXT
 from llm_service.families.chameleon import CHAMELEON_TEXT
 from llm_service.families.cohere2 import COHERE2_TEXT, COHERE_COMPASS_TEXT

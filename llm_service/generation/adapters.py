@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
 
-from common import log
 from common.errors import Exhausted, InvalidInput, NotFound, Precondition, Unavailable
 from common.media.item import Modality
+from common.telemetry import log
 from llm_service.engine_client.client import EngineClient
 from llm_service.request import LoadedAdapter
 

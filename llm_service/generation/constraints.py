@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from common import tasks
-from common.call_schema import of_arguments
+from common.aio import tasks
 from common.errors import InvalidInput
+from common.json_schema.calls import of_arguments
 from llm_service.generation.choices import Choice
 from llm_service.grammar.compiler import Compiler
 from llm_service.prompt.builder import PromptBuilder

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.stages import Stage
+from common.telemetry.stages import Stage
 from llm_service.plan import TokenLogprobs
 from llm_service.prompt.transcript import Turn
 from llm_service.request import PromptLayout

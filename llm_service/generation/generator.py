@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common import tasks, tracing
+from common.aio import tasks
 from common.errors import Cancelled, Exhausted, InvalidInput, Precondition
 from common.media.item import Header
-from common.stages import Stage, seconds_of
+from common.telemetry import tracing
+from common.telemetry.stages import Stage, seconds_of
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.block_identity import MediaRun

@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from common import log
-from common.deadlines import has_run_out
 from common.errors import Cancelled
-from common.stages import seconds_of
+from common.rpc.deadlines import has_run_out
+from common.telemetry import log
+from common.telemetry.stages import seconds_of
 from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.generation.admission import AdmissionTicket
 from llm_service.generation.events import Begun, Delta, Ended, Event

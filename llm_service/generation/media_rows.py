@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from common import tasks
+from common.aio import tasks
 from common.errors import TwinlensError
-from common.stages import Stage, add
+from common.telemetry.stages import Stage, add
 from llm_service.encoders.encoder_cache import CacheEntry, Watcher
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from common import tracing
-from common.stages import Stage, add, seconds_of
+from common.telemetry import tracing
+from common.telemetry.stages import Stage, add, seconds_of
 from llm_service.engine.messages import Prefilled
 
 

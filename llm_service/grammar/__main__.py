@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from common.allocator import bytes_in_use
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.errors import InvalidInput
-from common.processes import ParentLink, die_with_parent, leave_signals_to_parent, was_ended
+from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent, was_ended
+from common.process.malloc import bytes_in_use
 from llm_service.engine.structure import Structures
 from llm_service.grammar.foresight import refusal
 from llm_service.grammar.gbnf import as_lark

@@ -9,10 +9,11 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from common import log, tasks
-from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
+from common.aio import tasks
 from common.errors import Exhausted, InvalidInput, Unavailable
-from common.processes import Child, ChildDied
+from common.process.children import Child, ChildDied
+from common.process.cpu_time_limit import CpuTimeLimit, ProcessStalled
+from common.telemetry import log
 from llm_service.grammar.fair_queue import FairQueue
 from llm_service.grammar.foresight import refusal
 from llm_service.grammar.messages import (

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.transfer import ALIGNMENT, aligned
+from common.gpu.transfer import ALIGNMENT, aligned
 
 TILE = 16
 """Rows of a tile: the fewest that a GPU's matrix units take."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.linear import LaidOut, Linear
+from common.cpu.linear import LaidOut, Linear
 from llm_service.families.gates import Gates
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from common.linear import Linear
+from common.cpu.linear import Linear
 from llm_service.layers.experts import Experts, Routed
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.linear import BlockedWeight, LaidOut, Linear
+from common.cpu.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.bitsandbytes import LEVELS
-from common.linear import LaidOut
+from common.checkpoints.bitsandbytes import LEVELS
+from common.cpu.linear import LaidOut
 
 _AT_ONCE = 1 << 20
 """Numbers that are widened at a time: as float32 they fill 4 MiB, which a processor's caches hold."""

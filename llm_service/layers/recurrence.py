@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from common import log
+from common.telemetry import log
 from llm_service.layers.cache_spec import Segment, StateCache
 
 _log = log.get("recurrence")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.family import FULL, SLIDING, Mixer
 from llm_service.model_config.own_settings import KEY_HEADS, QUERY_HEADS, own_settings
 from llm_service.model_config.rotary import RotaryConfig

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.family import Family
 from llm_service.families.gates import BoundedGates, CutGates, Gates, RaisedGates
 from llm_service.model_config.experts import first_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.family import SLIDING, Family, Mixer
 from llm_service.model_config.own_settings import KEY_HEADS, LATENT_SIZES, QUERY_HEADS, own_settings
 from llm_service.model_config.rotary import yarn_growth

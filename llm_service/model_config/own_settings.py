@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 
 QUERY_HEADS = "num_attention_heads"
 KEY_HEADS = {"head_dim", "num_key_value_heads"}

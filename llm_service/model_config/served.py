@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf.description import HfModel, describe
 from llm_service.families.family import Family
 from llm_service.families.hf import hf_family

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 
 
 def check_settings(text: Mapping[str, Any]) -> None:
@@ -14,7 +14,7 @@ def check_settings(text: Mapping[str, Any]) -> None:
     >>> check_settings({"hidden_size": 64, "word_embed_proj_dim": 64, "do_layer_norm_before": True})
     >>> check_settings({"hidden_size": 64, "word_embed_proj_dim": 32})
     Traceback (most recent call last):
-    common.checkpoint.CheckpointError: embeddings of another width than layers have are not supported
+    common.checkpoints.checkpoint.CheckpointError: embeddings of another width than layers have are not supported
     """
     width = text.get("word_embed_proj_dim")
     for found, what in (

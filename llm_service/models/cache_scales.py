@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from common import log
-from common.checkpoint import Checkpoint, CheckpointError
-from common.weights import SliceReader
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.tensors import SliceReader
+from common.telemetry import log
 from llm_service.layers.self_attention import SelfAttention
 from llm_service.model_config.stated_quantization import cache_type_of, suggests_fp8_cache
 from llm_service.models.decoder import Decoder

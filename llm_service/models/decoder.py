@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from common.linear import Linear
+from common.cpu.linear import Linear
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.family import FeedForwardKind, Mixer
 from llm_service.families.sight import SpanRule

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.group import ALONE
 from llm_service.layers.linear import Stored
 from llm_service.layers.weight_dtype import Rounded

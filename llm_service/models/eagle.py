@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint, CheckpointError
-from common.weights import SliceReader
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.tensors import SliceReader
 from llm_service.families.family import LayerKind
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.decoder_layer import DecoderLayer

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
-from common.linear import finalize_linears
+from common.checkpoints.checkpoint import CheckpointError
+from common.cpu.linear import finalize_linears
 from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, elsewhere, fill, path_within
 from llm_service.layers.weight_dtype import Rounded
 from llm_service.models.decoder import Decoder

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common import log
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import blank_of, config_of, layers_of_levels
 from common.hf.description import HfModel
+from common.telemetry import log
 from llm_service.families.registry import check_text
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig

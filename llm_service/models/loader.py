@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from common import log
-from common.checkpoint import Checkpoint, CheckpointError
-from common.weights import SliceReader
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.tensors import SliceReader
+from common.telemetry import log
 from llm_service.layers.cpu import selection
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import ALONE, TensorGroup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.checkpoint import TensorInfo
+from common.checkpoints.checkpoint import TensorInfo
 from llm_service.layers.linear import Stored
 from llm_service.layers.quantized_weight import Number
 from llm_service.models.float_formats import EightBits, PairsOfFloats, PowersOfTwo, only_number

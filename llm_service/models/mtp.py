@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.family import Mixer
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import ALONE

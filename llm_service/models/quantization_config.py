@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import bitsandbytes, log
-from common.checkpoint import CheckpointError
+from common.checkpoints import bitsandbytes
+from common.checkpoints.checkpoint import CheckpointError
+from common.telemetry import log
 from llm_service.layers.quantized_weight import Number
 from llm_service.model_config.stated_quantization import cache_type_of, stated_quantization
 

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from common.bitsandbytes import split_name
-from common.checkpoint import Checkpoint, CheckpointError, TensorInfo
-from common.weights import SliceReader, load_slices
+from common.checkpoints.bitsandbytes import split_name
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from common.checkpoints.tensors import SliceReader, load_slices
 from llm_service.layers.cpu import selection
 from llm_service.layers.linear import Stored
 from llm_service.layers.weight_dtype import W8A8

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from common import bitsandbytes
-from common.bitsandbytes import is_4_bits
-from common.checkpoint import CheckpointError, TensorInfo
+from common.checkpoints import bitsandbytes
+from common.checkpoints.bitsandbytes import is_4_bits
+from common.checkpoints.checkpoint import CheckpointError, TensorInfo
 from llm_service.layers.linear import Stored
 from llm_service.layers.quantized_weight import Number, QuantizedWeight
 from llm_service.models.filling import InMemory

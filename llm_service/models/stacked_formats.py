@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from common.checkpoint import TensorInfo
+from common.checkpoints.checkpoint import TensorInfo
 from llm_service.layers.linear import Stored
 
 _SCALE = "_weight_scale"

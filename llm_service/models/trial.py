@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import log
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import config_of, layers_of_levels, mark_tables_of, speaking
 from common.hf.models import text_of
+from common.telemetry import log
 from llm_service.families.family import FeedForwardKind
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.families.sight import OF_PROMPTS, SpanRule

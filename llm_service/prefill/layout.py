@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from common.checkpoint import Checkpoint
-from common.encoder_digest import tensors_digest
+from common.checkpoints.checkpoint import Checkpoint
 from common.hash_fields import canonical, framed
+from common.media.encoder_digest import tensors_digest
 from llm_service.settings import CacheDtype, EngineSettings
 
 _SCHEMA = b"twinlens kv blocks/1"

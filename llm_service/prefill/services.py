@@ -13,14 +13,15 @@ from typing import Any
 
 import grpc
 
-from common import log, tasks, tracing
+from common.aio import tasks
 from common.errors import DataLoss, DeadlineExceeded, Exhausted, NotFound, Precondition, TwinlensError, Unavailable
 from common.media.convert import MODALITIES
-from common.rendezvous_hash import ranked
+from common.rows.wire import crc32c
 from common.rpc.channel import ChannelSecurity, from_rpc_error, open_channel
+from common.rpc.rendezvous_hash import ranked
 from common.rpc.replica_set import ReplicaSet, Upkeep
 from common.rpc.resolver import Resolver
-from common.wire import crc32c
+from common.telemetry import log, tracing
 from llm_service.encoders.breaker import Breaker
 from llm_service.engine_client.block_places import AwaitedBlocks, BlockPlaces
 from llm_service.request import MediaSlot, Piece, Request, SoundLength

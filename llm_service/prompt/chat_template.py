@@ -11,8 +11,8 @@ from typing import Any
 
 import jinja2
 
-from common import tekken
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints import tekken
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from llm_service.prompt.caller_text import CallerTexts, Part, sources
 from llm_service.prompt.output_marks import THINK, UNREAD, OutputMarks, ToolFormat

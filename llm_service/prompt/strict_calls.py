@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from common.call_schema import of_arguments, one_call
 from common.errors import InvalidInput
-from common.json_gaps import with_short_gaps
+from common.json_schema.calls import of_arguments, one_call
+from common.json_schema.whitespace import with_short_gaps
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.output_marks import AROUND_CALL, ToolFormat
 from llm_service.request import Structure, ToolDefinition, Trigger

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from common.errors import InvalidInput
-from common.json_gaps import with_short_gaps
+from common.json_schema.whitespace import with_short_gaps
 from llm_service.request import Structure
 
 Pieces = Callable[[str], Sequence[str | int]]

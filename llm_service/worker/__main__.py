@@ -8,9 +8,9 @@ import sys
 
 import msgspec
 
-from common import log
-from common.checkpoint import CheckpointError
-from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
+from common.checkpoints.checkpoint import CheckpointError
+from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.telemetry import log
 from llm_service.settings import EngineSettings, Joined, RankPlace
 
 _log = log.get("rank")

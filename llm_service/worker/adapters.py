@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from common.transfer import to_device
+from common.gpu.transfer import to_device
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from common import log
 from common.cpu.compiling import Readiness
+from common.telemetry import log
 from llm_service.layers.cpu import selection
 
 _log = log.get("kernels")

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.registry import FAMILIES
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
 from llm_service.layers.cache_spec import block_bytes, slot_bytes

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import structs
 from torch import Tensor
 
-from common.gpu import Capture
-from common.transfer import to_device
+from common.gpu.graphs import Capture
+from common.gpu.transfer import to_device
 from llm_service.models.draft_head import DraftHead
 from llm_service.plan import Chunk, Draw, Proposal, RowSlice, StepPlan
 from llm_service.worker.graphs import CaptureBounds, GraphRunner

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from common.transfer import to_device
+from common.gpu.transfer import to_device
 from llm_service.layers.gpu.sampling_kernels import ADJUST, DRAW, HEAD, adjust_kernel, draw_kernel
 from llm_service.plan import Draw
 from llm_service.worker.sampler import Drawn

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import log
-from common.gpu import Capture, CaptureFailed
-from common.transfer import ALIGNMENT, aligned
+from common.gpu.graphs import Capture, CaptureFailed
+from common.gpu.transfer import ALIGNMENT, aligned
+from common.telemetry import log
 from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers, Tiling, WorkList, WorkNumbers
 from llm_service.layers.cache_spec import Segment

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
 
-from common import log
-from common.processes import HELD_UP_SECONDS, how_it_ended, is_held_up
+from common.process.children import HELD_UP_SECONDS, how_it_ended, is_held_up
+from common.telemetry import log
 from llm_service.settings import RankPlace
 
 _BEAT_SECONDS = 0.5

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.transfer import to_device
+from common.gpu.transfer import to_device
 from llm_service.worker.row_arena import PinnedCopies
 
 _AT_ONCE = 32 << 20

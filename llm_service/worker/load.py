@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import torch
 
-from common import log
-from common.allocator import give_back
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint, CheckpointError
-from common.core_share import CoreShare
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.cpu.compiling import Compilation, not_kept
-from common.devices import usable_cores
-from common.gpu import CudaCapture, use_gpu
+from common.gpu.graphs import CudaCapture, use_gpu
+from common.hardware import usable_cores
 from common.hf.rows import longest_run
+from common.process.core_share import CoreShare
+from common.process.malloc import give_back
+from common.shm.arena import SharedBuffer
+from common.telemetry import log
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import TensorGroup
 from llm_service.model_config.served import ServedModel, Weights

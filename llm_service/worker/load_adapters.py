@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import config_of
 from common.hf.description import HfModel
 from llm_service.families.registry import check_text

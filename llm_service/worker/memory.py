@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.group import TensorGroup
 from llm_service.plan import Appended, Chunk, Draw, RowSlice, StepPlan
 from llm_service.settings import EngineSettings

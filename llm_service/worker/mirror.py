@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common import log
-from common.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, check_row_bytes, row_sum
+from common.gpu.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, check_row_bytes, row_sum
+from common.telemetry import log
 from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, PullRows, UnmapPool
 
 _log = log.get("mirror")

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.core_share import CoreShare
-from common.gpu import Capture
-from common.transfer import ToHost, to_device
+from common.gpu.graphs import Capture
+from common.gpu.transfer import ToHost, to_device
+from common.process.core_share import CoreShare
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common import log, tasks
-from common.processes import Child, ChildDied
+from common.aio import tasks
+from common.process.children import Child, ChildDied
+from common.telemetry import log
 from llm_service.settings import Joined, RankPlace
 
 _RESTART_SECONDS = 0.5

@@ -10,10 +10,10 @@ from functools import partial
 import msgspec
 import torch
 
-from common import log
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint, CheckpointError
-from common.device_memory import DeviceMemory, DeviceMemoryError, driver
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.gpu.device_memory import DeviceMemory, DeviceMemoryError, driver
+from common.shm.arena import SharedBuffer
+from common.telemetry import log
 from llm_service.layers.attention.int8_blocks import SCALE_BYTES
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
 from llm_service.layers.group import TensorGroup

@@ -9,10 +9,10 @@ from ctypes import c_size_t, c_uint, c_void_p
 import torch
 from torch import Tensor
 
-from common import log
-from common.cuda_driver import call
-from common.device_memory import DeviceMemoryError
-from common.devices import NOT_LOCKED
+from common.gpu.cuda_driver import call
+from common.gpu.device_memory import DeviceMemoryError
+from common.hardware import NOT_LOCKED
+from common.telemetry import log
 from llm_service.plan import RowSlice
 from llm_service.worker.mirror import Mirror
 

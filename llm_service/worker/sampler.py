@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.transfer import ToHost, to_device
+from common.gpu.transfer import ToHost, to_device
 from llm_service.plan import Draw, PromptLogprobsAsked, StepResult, TokenLogprobs
 
 _ROWS_ON_GPU, _ROWS_ON_CPU = 64, 8

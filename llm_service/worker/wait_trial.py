@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
-from common import log
-from common.gpu import told_waits
+from common.gpu.graphs import told_waits
+from common.telemetry import log
 from llm_service.plan import Draw
 from llm_service.worker.memory import prompt
 from llm_service.worker.model_runner import ModelRunner

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from common.linear import LaidOut, Linear
+from common.cpu.linear import LaidOut, Linear
 from llm_service.layers.experts import Experts, GroupedProduct
 from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight
 from llm_service.model_config.served import Weights

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.arena import ReaderView, SharedBuffer
-from common.device_memory import DeviceMemoryError
+from common.gpu.device_memory import DeviceMemoryError
+from common.shm.arena import ReaderView, SharedBuffer
 
 _HERE = Path(__file__).resolve().parent
 _NAME = "TWIN_DEVICE"

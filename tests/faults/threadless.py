@@ -7,7 +7,7 @@ import threading
 from importlib import import_module
 from typing import Any
 
-from common import descriptors
+from common.process import descriptors
 
 
 def _refuse(*_: Any) -> None:

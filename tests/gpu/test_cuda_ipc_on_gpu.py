@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from common.cuda_ipc import HANDLE_BYTES, CudaMemory
-from common.device_memory import DeviceMemoryError, as_unsigned, driver, row_sum
+from common.gpu.cuda_ipc import HANDLE_BYTES, CudaMemory
+from common.gpu.device_memory import DeviceMemoryError, as_unsigned, driver, row_sum
 from llm_service.worker.messages import Pulled, PullRows, UnmapPool
 from llm_service.worker.mirror import Mirror
 from tests import pictures
@@ -31,7 +31,7 @@ FILES = [pictures.encoded(pictures.noise(96 + 32 * (n % 3), 64 + 32 * n, 9_700 +
 
 OWNER = f"""
 import sys, torch
-from common.cuda_ipc import CudaMemory
+from common.gpu.cuda_ipc import CudaMemory
 from tests.gpu.test_cuda_ipc_on_gpu import numbers
 pool = CudaMemory().create(torch.device(sys.argv[1]), 16 << 20)
 pool.write({AT}, numbers().to(sys.argv[1]).view(torch.uint8))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Modality, Options
 from encoder_service.families import config
 from encoder_service.item import Inspection

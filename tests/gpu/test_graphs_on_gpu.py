@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
-from common.gpu import CudaCapture
+from common.checkpoints.checkpoint import Checkpoint
+from common.gpu.graphs import CudaCapture
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.attention import candidates

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.gpu import CudaCapture
+from common.gpu.graphs import CudaCapture
 from common.hf.classes import transformers
 from tests import pictures
 from tests.launch import encoder_server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.arena import SharedBuffer
+from common.shm.arena import SharedBuffer
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.settings import CacheDtype
 from llm_service.worker.host_cache import HostCache

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
-from common.gpu import CudaCapture
+from common.checkpoints.checkpoint import Checkpoint
+from common.gpu.graphs import CudaCapture
+from common.shm.arena import SharedBuffer
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.flash_backend import find

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower

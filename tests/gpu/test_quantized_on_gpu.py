@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.quantized import FORMS as TIMED
-from common.checkpoint import Checkpoint
-from common.gpu import CudaCapture
+from common.checkpoints.checkpoint import Checkpoint
+from common.gpu.graphs import CudaCapture
 from llm_service.layers.experts import Experts
 from llm_service.layers.gpu import int8_weight
 from llm_service.layers.gpu.int8_weight import Int8Weight

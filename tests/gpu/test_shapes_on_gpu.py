@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.devices import E4M3_CAPABILITY
+from common.hardware import E4M3_CAPABILITY
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.settings import CacheDtype

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.attention import BACKENDS, Sdpa, candidates, choose

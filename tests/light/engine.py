@@ -11,9 +11,9 @@ from functools import partial
 
 import numpy as np
 
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint, CheckpointError
-from common.wire import DType
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.rows.wire import DType
+from common.shm.arena import SharedBuffer
 from llm_service.engine.core import ReadAdapter
 from llm_service.engine.process import Loaded, serve
 from llm_service.model_config.adapter_folder import Adaptable, read, stem_of

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from common import log, stacks
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
-from common.processes import ParentLink, die_with_parent, leave_signals_to_parent
-from common.wire import DType, RowLayout
+from common.checkpoints.checkpoint import Checkpoint
+from common.process import stacks
+from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.rows.wire import DType, RowLayout
+from common.shm.arena import SharedBuffer
+from common.telemetry import log
 from encoder_service.families import config
 from encoder_service.worker.messages import Batch, BatchDone, Piece, ToWorker, WorkerReady, WorkerSettings
 

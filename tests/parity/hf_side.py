@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf import models as hf_models
 from common.hf.description import HfModel
 from common.hf.processors import Clip, Sound

@@ -18,12 +18,12 @@ import torch
 from msgspec import structs
 from PIL import Image
 
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf.classes import config_of
 from common.hf.description import HfModel
 from common.media import kept_rows
 from common.media.item import Grid, Header, Key, Modality
+from common.shm.arena import SharedBuffer
 from llm_service.engine.batch import Step
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.limits import SchedulerLimits

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.description import PromptFrame
 from common.hf.models import describe
 from common.hf.rows import longest_run

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.engine.block_identity import BlockIdentities
 from llm_service.families.family import FULL
 from llm_service.families.sight import Sight, SpanRule

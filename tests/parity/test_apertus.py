@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.activations import XIELUActivation
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import state_tokens
 from llm_service.families.sight import SpanRule
 from llm_service.layers.group import ALONE

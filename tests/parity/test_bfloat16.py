@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 from PIL import Image
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from tests import reference
 from tests.checkpoints import Family
 from tests.parity.hf_side import GREEDY, Served

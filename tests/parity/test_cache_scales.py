@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cache_spec import SharedKV
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.self_attention import SelfAttention

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf.classes import config_of
 from common.hf.models import checked, describe
 from common.hf.positions import rope_positions

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.small_models import made_up
 from llm_service.families.family import LayerNorms
 from llm_service.families.sight import SpanRule

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.request import ChatPrompt, Message

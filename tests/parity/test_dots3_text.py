@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.sight import SpanRule
 from llm_service.model_config.text import TextConfig
 from llm_service.models.trial import try_ours_of

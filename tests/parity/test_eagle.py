@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.shm.arena import SharedBuffer
 from llm_service.model_config.served import ServedModel
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, StepPlan

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Grid, Modality, Options
 from encoder_service.families import config
 from encoder_service.families.qwen_processors import ImageProcessor, VideoProcessor

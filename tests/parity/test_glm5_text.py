@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.sight import SpanRule
 from llm_service.models.trial import try_ours_of
 from tools.models.drawn_prompts import drawn_prompt

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.small_models import made_up
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionKind

@@ -13,7 +13,7 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf import classes as hf_classes
 from common.hf import models as hf_models
 from common.hf.processors import Sound

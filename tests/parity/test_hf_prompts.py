@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from common.hf import models as hf_models
 from common.hf import processors as hf_processors

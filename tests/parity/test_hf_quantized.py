@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import load
 from common.hf.models import describe
 from common.hf.small_models import made_up

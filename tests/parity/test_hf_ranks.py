@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.small_models import made_up
 from llm_service.layers.group import TensorGroup
 from llm_service.models.hf.decoder import HfDecoder

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.arena import SharedBuffer
-from common.core_share import CoreShare
-from common.devices import usable_cores
-from common.gpu import Capture
+from common.gpu.graphs import Capture
+from common.hardware import usable_cores
 from common.hf import models as hf_models
+from common.process.core_share import CoreShare
+from common.shm.arena import SharedBuffer
 from encoder_service.models.hf.products import lay_out
 from encoder_service.models.hf.tower import HfTower
 from encoder_service.models.processor import Shown

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf import models as hf_models
 from llm_service.families.sight import ALL_BEFORE, SpanRule
 from llm_service.layers import index_keys

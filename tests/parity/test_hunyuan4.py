@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.gates import CutGates
 from llm_service.families.sight import SpanRule
 from llm_service.layers import latent_chunks

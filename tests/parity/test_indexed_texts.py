@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder

@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
+from common.cpu.linear import Linear
 from common.hf import classes as hf_classes
 from common.hf import processors as hf_processors
-from common.linear import Linear
 from common.media.item import Grid, Header, Key, Modality, Options
 from encoder_service.families import config
 from encoder_service.item import Inspection, Plan

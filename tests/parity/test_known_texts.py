@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf import small_models
 from common.hf.classes import blank_of, class_of, state_tokens
 from common.hf.stored_names import names_within

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.gpu import CaptureFailed
+from common.gpu.graphs import CaptureFailed
 from llm_service.engine.sequence import Sequence
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.plan import Chunk

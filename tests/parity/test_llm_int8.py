@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.engine.sequence import Sequence
 from llm_service.engine.state_slots import Place
 from llm_service.layers.attention.backend import PagedChunk

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
 from llm_service.layers.cpu import selection

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf import classes as hf_classes
 from common.hf import models as hf_models
 from llm_service.families.family import FAR

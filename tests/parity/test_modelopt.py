@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers import experts as layer
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder

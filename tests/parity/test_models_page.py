@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf import classes as hf_classes
 from llm_service.families.registry import TEXT_FAMILIES
 from llm_service.model_config.text import TextConfig

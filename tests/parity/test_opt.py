@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import speaking, state_tokens
 from common.hf.small_models import made_up
 from llm_service.families.sight import SpanRule

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf import models as hf_models
 from common.hf.processors import are_filled_up
 from llm_service.config import LlmConfig

@@ -13,7 +13,7 @@ from PIL import Image
 
 from common.media.item import Header, Options
 from common.media.kept_rows import unpack
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
 from encoder_service.engine.pruning import choose, pruned
 from encoder_service.item import Plan
 from llm_service.request import SamplingParams

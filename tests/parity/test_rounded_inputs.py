@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quad_panels import QuadPanels

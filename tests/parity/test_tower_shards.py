@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
-from common.encoder_digest import encoder_digest
+from common.checkpoints.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
 from common.hf import models as hf_models
 from common.hf.classes import blank_of, config_of
 from common.hf.towers import ALL, tower_tensors
-from common.wire import DType
+from common.media.encoder_digest import encoder_digest
+from common.rows.wire import DType
 from encoder_service.families import config
 from encoder_service.families.family import HfConfig
 from encoder_service.models.hf.tower import HfTower

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Key, Modality
 from llm_service.families.transcription import TRANSCRIPTIONS
 from llm_service.prompt.transcript import transcript_reader

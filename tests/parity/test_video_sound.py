@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.arena import SharedBuffer
 from common.hf import models as hf_models
 from common.hf import positions as hf_positions
 from common.hf import processors as hf_processors
 from common.hf.processors import Clip
 from common.media.item import Modality
+from common.shm.arena import SharedBuffer
 from encoder_service.media.__main__ import Desk
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.messages import Decode, Decoded, DecoderSettings

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from common.hf.classes import transformers
 from common.hf.description import PromptFrame

@@ -13,7 +13,7 @@ import google_crc32c
 import grpc
 import numpy as np
 
-from common import local_link
+from common.shm import local_link
 from tests import pictures
 from tests.launch import Service, stopped
 from twinlens.v1 import encoder_pb2, encoder_pb2_grpc, media_pb2

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import Checkpoint
-from common.encoder_digest import VISION, encoder_digest
-from common.wire import DType
+from common.checkpoints.checkpoint import Checkpoint
+from common.media.encoder_digest import VISION, encoder_digest
+from common.rows.wire import DType
 from tests.modelopt_checkpoints import publish
 from tests.rpc.pairs import answer, pair
 from tests.rpc.test_end_to_end import expected, request

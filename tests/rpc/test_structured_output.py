@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.prompt.builder import PromptBuilder
 from tests.launch import llm_server
 from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, greedy, refusal, tokens

@@ -17,7 +17,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from common import tracing
+from common.telemetry import tracing
 from tests import pictures
 from tests.rpc.pairs import about, answer, asked, pair
 from tests.waiting import until

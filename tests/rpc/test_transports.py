@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.media.item import Modality
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver

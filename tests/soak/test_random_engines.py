@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.engine.matchers import Form, Matcher
 from llm_service.engine.messages import Resumed
 from llm_service.engine.structure import Structures

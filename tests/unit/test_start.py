@@ -15,7 +15,7 @@ from tests.launch import ROOT
 _COMPILERS = {"torch._dynamo", "torch._inductor", "sympy", "triton"}
 _ENCODER = """
 import json, sys
-from common.arena import SharedBuffer
+from common.shm.arena import SharedBuffer
 from encoder_service.worker.messages import WorkerSettings
 from encoder_service.worker.runner import Runner
 
@@ -28,7 +28,7 @@ _DECODER = """
 import json, sys
 import torch
 import llm_service.engine.__main__
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.models.loader import load_decoder
 
 load_decoder(Checkpoint.resolve(sys.argv[1]), torch.float32, torch.device("cpu"))

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import torch
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import class_of, missing, state_tokens, transformers
 from common.hf.models import checked
 from common.hf.rows import row_token

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from pkgutil import resolve_name
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf.classes import class_of, config_of
 from common.hf.description import HfModel
 from encoder_service.families import config as families

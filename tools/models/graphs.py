@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import CheckpointError
-from common.gpu import Capture
+from common.checkpoints.checkpoint import CheckpointError
+from common.gpu.graphs import Capture
 from common.hf import models as hf_models
 from common.hf.classes import first_line
 from encoder_service.models.hf.tower import HfTower

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from common import tekken
+from common.checkpoints import tekken
 from common.hf.classes import class_of, head_of, transformers
 from common.hf.small_models import redraw_corrections
 from llm_service.model_config.adapter_folder import CONFIG, WEIGHTS

@@ -1,6 +1,6 @@
 """Products of pairs of bfloat16, and of quads of 8 bits, by tiles (AMX): eight registers of up to 16 rows of a line.
 
-Whoever uses them has asked `common.devices.multiplies_tiles`, since Linux ends a process that it has not permitted it.
+Whoever uses them has asked `common.hardware.multiplies_tiles`, since Linux ends a process that it has not permitted it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from common.linear import Linear, finalize_linears
+from common.cpu.linear import Linear, finalize_linears
 from encoder_service.models.hf.activations import Watch
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.gpu import Capture
+from common.gpu.graphs import Capture
 from common.hf.classes import first_line
 from encoder_service.worker.graphs import LADDER, Choice
 from encoder_service.worker.hf.batches import ItemTower, Made, joined, patches_of

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import log
-from common.gpu import Capture, CudaCapture, gpu_seconds
+from common.gpu.graphs import Capture, CudaCapture, gpu_seconds
 from common.hf.classes import first_line
 from common.hf.description import HfModel
 from common.hf.processors import Clip, Sound
 from common.media.item import Grid
+from common.telemetry import log
 from encoder_service.models.hf.attention import hf_backend
 from encoder_service.models.hf.tower import HfTower
 from encoder_service.models.processor import ItemProcessor, Shown

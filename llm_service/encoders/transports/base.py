@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.row_frames import RowsFrame
+from common.rows.frames import RowsFrame
 from twinlens.v1 import encoder_pb2
 
 

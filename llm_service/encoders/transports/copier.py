@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from common.devices import usable_cores
+from common.aio.tasks import wait_until_done
 from common.errors import DataLoss
-from common.tasks import wait_until_done
-from common.wire import DType, all_finite, crc32c
+from common.hardware import usable_cores
+from common.rows.wire import DType, all_finite, crc32c
 
 _PART = 8 << 20
 """Bytes: prefill may begin with them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from common.errors import DataLoss
-from common.row_frames import RowsFrame
-from common.wire import DType, all_finite, crc32c
+from common.rows.frames import RowsFrame
+from common.rows.wire import DType, all_finite, crc32c
 from llm_service.encoders.transports.base import ArrivedRows
 from twinlens.v1 import encoder_pb2
 

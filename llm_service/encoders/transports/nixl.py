@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from common import log, tasks
-from common.arena import Range
+from common.aio import tasks
 from common.errors import DataLoss
 from common.nixl.agent import NixlError
 from common.nixl.messages import AgentMemory
+from common.shm.arena import Range
+from common.telemetry import log
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.nixl_reader import PART_BYTES, NixlReader
 from twinlens.v1 import encoder_pb2

@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from common.arena import Range, SharedBuffer
 from common.nixl.agent import MODULE, NixlAgent
 from common.nixl.messages import AgentMemory
-from common.wire import DType
+from common.rows.wire import DType
+from common.shm.arena import Range, SharedBuffer
 from llm_service.encoders.transports.copier import Copier
 
 PART_BYTES = 4 << 20

@@ -1,4 +1,4 @@
-"""Rows read straight from an encoder's memory, which this process has mapped; see `common.local_link`."""
+"""Rows read straight from an encoder's memory, which this process has mapped; see `common.shm.local_link`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from common import local_link, log, tasks
-from common.arena import ReaderView
+from common.aio import tasks
 from common.errors import LEASE_EXPIRED, DataLoss, Unavailable
-from common.lease_board import BoardReader
-from common.local_link import RELEASE
-from common.wire import DType
+from common.rows.wire import DType
+from common.shm import local_link
+from common.shm.arena import ReaderView
+from common.shm.lease_board import BoardReader
+from common.shm.local_link import RELEASE
+from common.telemetry import log
 from llm_service.encoders.transports.base import ArrivedRows
 from llm_service.encoders.transports.copier import Copier
 from twinlens.v1 import encoder_pb2

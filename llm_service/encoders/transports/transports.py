@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.wire import DType
+from common.rows.wire import DType
 from llm_service.encoders.transports.base import Transport
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.encoders.transports.inline import Inline

@@ -7,9 +7,9 @@ import importlib.util
 
 import torch
 
-from common import log
-from common.checkpoint import CheckpointError
-from common.devices import E4M3_CAPABILITY
+from common.checkpoints.checkpoint import CheckpointError
+from common.hardware import E4M3_CAPABILITY
+from common.telemetry import log
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import selection

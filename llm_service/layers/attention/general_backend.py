@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.transfer import to_device
+from common.gpu.transfer import to_device
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.one_head import attend_to_one

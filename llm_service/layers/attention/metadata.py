@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.transfer import to_device
+from common.gpu.transfer import to_device
 from llm_service.layers.attention.backend import PagedChunk
 
 _LEAST, _MULTIPLE = 128, 64

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.transfer import to_device
+from common.gpu.transfer import to_device
 from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, spans_of, within
 from llm_service.layers.attention.int8_blocks import Int8Tokens

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from common.cpu.jit import Array
+from common.cpu.linear import LaidOut
 from common.cpu.weight_panels import WIDTH
-from common.linear import LaidOut
 from llm_service.layers.cpu import layer_kernel, layer_products, row_kernels, selection
 from llm_service.layers.cpu.layer_kernel import Weight
 from llm_service.layers.cpu.pair_panels import PairPanels

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.cpu.jit import Array
-from common.devices import multiplies_tiles
+from common.hardware import multiplies_tiles
 from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import (
     CAUSAL,

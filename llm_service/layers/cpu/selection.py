@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from common.devices import multiplies_bfloat16, multiplies_byte_tiles, multiplies_bytes, multiplies_tiles
+from common.hardware import multiplies_bfloat16, multiplies_byte_tiles, multiplies_bytes, multiplies_tiles
 
 
 def wide_vectors() -> bool:

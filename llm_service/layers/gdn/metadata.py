@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.transfer import ALIGNMENT, aligned, to_device
+from common.gpu.transfer import ALIGNMENT, aligned, to_device
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.gdn.torch_backend import split

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from common import log
+from common.telemetry import log
 
 _log = log.get("kernels")
 

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from common.bitsandbytes import LEVELS
+from common.checkpoints.bitsandbytes import LEVELS
 from llm_service.layers.gpu import quantized_kernel as kernels
 from llm_service.layers.gpu.launch import Launch, splits_of
 from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common import log
+from common.telemetry import log
 from llm_service.layers.ops import Pair
 
 _log = log.get("kernels")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.transfer import to_device
+from common.gpu.transfer import to_device
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn.metadata import GdnMetadata, packed_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.sight import Sight
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import log
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import decoder_of, layers_of_levels, mark_tables_of, transformers
+from common.telemetry import log
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.sight import OF_PROMPTS, Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape

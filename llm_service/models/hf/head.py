@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import decoder_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.family import INDEXED
 from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIndex, TokenIndex
 from llm_service.models.hf.step import this_step

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import decoder_of, head_of
 from common.hf.stored_names import names_within
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill

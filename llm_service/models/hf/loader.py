@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from common import log
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf.classes import complete, load, speaking
 from common.hf.description import HfModel
+from common.telemetry import log
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.models.hf.decoder import HfDecoder, MakesBackend
 from llm_service.models.hf.linear import Fill, fill_quantised, leave_quantised, round_linears

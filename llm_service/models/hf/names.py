@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import decoder_of, head_of, mark_tables_of, towers_within
 from common.hf.stored_names import conversions, names_within
 from llm_service.families.registry import TEXT_FAMILIES

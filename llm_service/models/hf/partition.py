@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import decoder_of
 from llm_service.layers.group import TensorGroup
 from llm_service.models.hf.linear import TextLinear

@@ -5,7 +5,7 @@ Whoever collects tests may import it as well: without the twin's name in the env
 
 import os
 
-from common import devices
+from common import hardware
 
 if "TWIN_DEVICE" in os.environ:
-    devices.MEMORY_DRIVERS["cpu"] = "tests.device_twin:TwinMemory"
+    hardware.MEMORY_DRIVERS["cpu"] = "tests.device_twin:TwinMemory"

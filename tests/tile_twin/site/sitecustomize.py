@@ -9,7 +9,7 @@ import os
 if "TWIN_TILES" in os.environ:
     from llvmlite import ir
 
-    from common import devices
+    from common import hardware
     from common.cpu.vectors import tiles
 
     ctypes.CDLL(os.environ["TWIN_TILES"], mode=ctypes.RTLD_GLOBAL)
@@ -19,4 +19,4 @@ if "TWIN_TILES" in os.environ:
         builder.call(tiles.declared(builder, f"twin_{name}", ir.VoidType(), kinds), given)
 
     tiles._call = _call
-    devices.multiplies_tiles = devices.multiplies_byte_tiles = lambda: True
+    hardware.multiplies_tiles = hardware.multiplies_byte_tiles = lambda: True

@@ -15,7 +15,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 
 from benchmarks import llm_device, profile_device, real_shape, shapes, vit
 from benchmarks.device import Again, Machine, Peaks, measured, sheet, timed
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower

@@ -12,7 +12,7 @@ import torch
 from benchmarks import kernels_device
 from benchmarks.device import Again
 from benchmarks.kernels_device import Place, Trial
-from common.gpu import CaptureFailed
+from common.gpu.graphs import CaptureFailed
 
 HERE = Place(torch.device("cpu"), torch.float32, tiny=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import services
-from common.devices import NOT_LOCKED
+from common.hardware import NOT_LOCKED
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A child process for the tests of `common.processes`: echoes, ends, hangs or babbles as it is told.
+"""A child process for the tests of `common.process.children`: echoes, ends, hangs or babbles as it is told.
 
 `python -m tests.unit.common.echo_child SOCKET_FD [MEMORY_FD]`. With `--parent` it is itself a parent: it starts an
 echo child, prints that one's process id, and waits to be killed.
@@ -13,9 +13,9 @@ import sys
 
 import msgspec
 
-from common import stacks
-from common.arena import SharedBuffer
-from common.processes import Child, ParentLink, die_with_parent
+from common.process import stacks
+from common.process.children import Child, ParentLink, die_with_parent
+from common.shm.arena import SharedBuffer
 
 
 class Say(msgspec.Struct, tag=True):

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from common import log
-from common.allocator import keep_large_blocks
 from common.config import load
+from common.process.malloc import keep_large_blocks
 from common.rpc.server import GrpcServer, ServerConfig
+from common.telemetry import log
 from twinlens import v1
 
 STANDS_STILL = "stand still"

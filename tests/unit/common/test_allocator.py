@@ -7,7 +7,7 @@ import sys
 
 _PROGRAM = """
 import resource, sys
-from common.allocator import keep_large_blocks
+from common.process.malloc import keep_large_blocks
 keep = sys.argv[1] == "keep"
 assert not keep or keep_large_blocks()
 for _ in range(4):
@@ -22,7 +22,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 _SCATTERED = """
-from common.allocator import give_back
+from common.process.malloc import give_back
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 blocks = [bytes([1]) * (100 << 10) for _ in range(1000)]

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer, aligned
+from common.shm.arena import ALIGNMENT, Range, RangeAllocator, SharedBuffer, aligned
 
 
 class AnyOrderOfRanges(RuleBasedStateMachine):

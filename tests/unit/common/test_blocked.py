@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from common.linear import BlockedWeight
+from common.cpu.linear import BlockedWeight
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

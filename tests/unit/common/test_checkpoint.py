@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.bitsandbytes import load_dense
-from common.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
-from common.encoder_digest import VISION, encoder_digest
-from common.wire import DType
+from common.checkpoints.bitsandbytes import load_dense
+from common.checkpoints.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
+from common.media.encoder_digest import VISION, encoder_digest
+from common.rows.wire import DType
 from encoder_service.families import config
 from encoder_service.families.family import ModelConfig
 from encoder_service.models.tower import load_tower

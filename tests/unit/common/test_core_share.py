@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from common import core_share
-from common.core_share import CoreShare
-from common.devices import usable_cores
+from common.hardware import usable_cores
+from common.process import core_share
+from common.process.core_share import CoreShare
 
 Make = Callable[[int], tuple[CoreShare, list[int]]]
 
@@ -90,7 +90,7 @@ def test_it_does_not_look_again_at_once(make: Make, monkeypatch: pytest.MonkeyPa
 
 def test_the_claim_of_a_process_that_ends_is_free(name: str, make: Make) -> None:
     program = (
-        "import sys; from common.core_share import CoreShare\n"
+        "import sys; from common.process.core_share import CoreShare\n"
         "block = CoreShare(sys.argv[1], 2, print).computing(); block.__enter__(); print('claims', flush=True); input()"
     )
     child = subprocess.Popen(

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from common import cpu_time_limit as module
-from common.cpu_time_limit import CpuTimeLimit, ProcessStalled
-from common.processes import cpu_seconds, was_ended
+from common.process import cpu_time_limit as module
+from common.process.children import cpu_seconds, was_ended
+from common.process.cpu_time_limit import CpuTimeLimit, ProcessStalled
 from tests.waiting import until
 
 SPIN = "print('go', flush=True)\nwhile True: pass"

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from common import cuda_driver, cuda_ipc
-from common.cuda_ipc import HANDLE_BYTES, CudaMemory
-from common.device_memory import DeviceMemoryError
+from common.gpu import cuda_driver, cuda_ipc
+from common.gpu.cuda_ipc import HANDLE_BYTES, CudaMemory
+from common.gpu.device_memory import DeviceMemoryError
 
 GPU = [torch.device("cuda:0"), torch.device("cuda:1")]
 STREAM = 0x77

@@ -15,7 +15,7 @@ from tests.waiting import until
 
 _PROGRAM = """
 import os, socket, subprocess, sys
-from common.descriptors import prepare
+from common.process.descriptors import prepare
 
 prepare()
 os.fstat(2)
@@ -38,7 +38,7 @@ def test_what_is_closed_leads_nowhere_and_so_it_does_in_children(closed: str) ->
 
 def test_as_many_are_allowed_as_may_be() -> None:
     said = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
-    program = f"from common.descriptors import prepare; prepare(); {said}"
+    program = f"from common.process.descriptors import prepare; prepare(); {said}"
 
     def limits(few: str) -> list[str]:
         command = ["sh", "-c", f'ulimit {few}; exec "$0" "$@"', sys.executable, "-c", program]

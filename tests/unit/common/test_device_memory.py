@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import devices
-from common.device_memory import DeviceMemoryError, as_unsigned, check_row_bytes, driver, row_sum
+from common import hardware
+from common.gpu.device_memory import DeviceMemoryError, as_unsigned, check_row_bytes, driver, row_sum
 from tests.device_twin import TwinMemory, environ
 
 CPU = torch.device("cpu")
@@ -26,12 +26,12 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
 def test_a_cpu_has_none_unless_a_test_gives_it_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceMemoryError, match="needs a GPU"):
         driver(CPU)
-    monkeypatch.setitem(devices.MEMORY_DRIVERS, "cpu", "tests.device_twin:TwinMemory")
+    monkeypatch.setitem(hardware.MEMORY_DRIVERS, "cpu", "tests.device_twin:TwinMemory")
     assert isinstance(driver(CPU), TwinMemory)
 
 
 def test_without_a_driver_library_the_reason_is_told() -> None:
-    if devices.cuda_device_count():
+    if hardware.cuda_device_count():
         pytest.skip("there is a GPU")
     with pytest.raises(DeviceMemoryError, match="CUDA driver"):
         driver(torch.device("cuda:0"))
@@ -80,7 +80,9 @@ def test_a_pool_keeps_to_its_size() -> None:
 
 
 def test_child_processes_of_a_service_get_the_twin_from_the_environment_alone() -> None:
-    script = "import torch; from common.device_memory import driver; print(driver(torch.device('cpu')).reachable([]))"
+    script = (
+        "import torch; from common.gpu.device_memory import driver; print(driver(torch.device('cpu')).reachable([]))"
+    )
     run = subprocess.run(
         [sys.executable, "-c", script], env=environ("TWIN-7"), capture_output=True, text=True, check=True
     )

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from common import devices
-from common.checkpoint import Checkpoint
-from common.devices import (
+from common import hardware
+from common.checkpoints.checkpoint import Checkpoint
+from common.hardware import (
     check_device,
     computed_in,
     cuda_capability,
@@ -101,7 +101,7 @@ def test_a_device_that_is_not_there_is_named(device: str, wanted: int, there: in
 def test_the_type_of_weights_follows_from_the_device_and_the_checkpoint(
     stored: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(hardware, "multiplies_bfloat16", lambda: multiplies)
     (tmp_path / "config.json").write_text("{}")
     checkpoint = Checkpoint(tmp_path)
     vars(checkpoint)["stored_in"] = stored
@@ -114,7 +114,7 @@ def test_the_type_of_weights_follows_from_the_device_and_the_checkpoint(
 def test_a_processor_computes_in_float32_what_it_cannot_multiply(
     multiplies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(hardware, "multiplies_bfloat16", lambda: multiplies)
     types = "float32", "bfloat16", "float16"
     assert [computed_in(each, "cuda:0") for each in types] == list(types)
     assert [computed_in(each, "cpu") for each in types] == [
@@ -139,8 +139,8 @@ def test_a_processor_that_multiplies_bfloat16_says_so(
     file = tmp_path / "cpuinfo"
     if told is not None:
         file.write_text(told)
-    monkeypatch.setattr(devices, "_PROCESSORS", file)
-    assert devices.multiplies_bfloat16.__wrapped__() is expected
+    monkeypatch.setattr(hardware, "_PROCESSORS", file)
+    assert hardware.multiplies_bfloat16.__wrapped__() is expected
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_tiles_are_used_where_the_processor_has_them_and_linux_permits_it(
     told: str, answer: int, *, expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "cpuinfo").write_text(told)
-    monkeypatch.setattr(devices, "_PROCESSORS", tmp_path / "cpuinfo")
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda _: SimpleNamespace(syscall=lambda *_: answer))
-    assert devices.multiplies_tiles.__wrapped__() is expected
+    monkeypatch.setattr(hardware, "_PROCESSORS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda _: SimpleNamespace(syscall=lambda *_: answer))
+    assert hardware.multiplies_tiles.__wrapped__() is expected
 
 
 def test_a_container_s_memory_is_bounded_where_its_group_says_so(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.checkpoint import Checkpoint
-from common.encoder_digest import INTERNVL_PARTS, VISION, EncoderParts, encoder_digest
+from common.checkpoints.checkpoint import Checkpoint
 from common.hash_fields import canonical, framed
 from common.media.content_key import content_key
+from common.media.encoder_digest import INTERNVL_PARTS, VISION, EncoderParts, encoder_digest
 from common.media.item import Options
-from common.wire import DType
+from common.rows.wire import DType
 from encoder_service.families import registry as encoded
 from llm_service.families import registry as served
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.arena import ALIGNMENT, RangeAllocator
-from common.eviction import LastUse, lightest, window
+from common.shm.arena import ALIGNMENT, RangeAllocator
+from common.shm.eviction import LastUse, lightest, window
 
 Pieces = list[tuple[int, str]]
 

@@ -16,7 +16,7 @@ from importlib import import_module
 with contextlib.suppress(SystemExit):
     import_module(sys.argv[1] + ".__main__").main()  # which says what its options are
 import grpc
-from common.processes import ChildProcess
+from common.process.children import ChildProcess
 
 LIMIT = resource.RLIMIT_NPROC
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from common.gpu import CaptureFailed, CudaCapture
+from common.gpu.graphs import CaptureFailed, CudaCapture
 
 GPU = torch.device("cuda:0")
 

@@ -15,14 +15,15 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from common import errors, tracing
+from common import errors
 from common.errors import OUTCOMES, TwinlensError
+from common.rpc.bearer_tokens import AcceptedTokens
 from common.rpc.calls import Call, CallInterceptor, StallLimit, current
 from common.rpc.channel import from_rpc_error
 from common.rpc.request_budget import RequestBudget
 from common.rpc.server import GrpcServer, ServerConfig
 from common.rpc.status import fail, from_plain_status
-from common.tokens import AcceptedTokens
+from common.telemetry import tracing
 from tests.clock import Forward, turns
 from tests.waiting import eventually
 from twinlens import v1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf import description as hf_description
 from tests.launch import ROOT
 

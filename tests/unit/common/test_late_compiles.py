@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from common.late_compiles import LateCompiles
+from common.gpu.late_compiles import LateCompiles
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.arena import ReaderView
-from common.lease_board import BoardReader, LeaseBoard
+from common.shm.arena import ReaderView
+from common.shm.lease_board import BoardReader, LeaseBoard
 
 
 @pytest.fixture

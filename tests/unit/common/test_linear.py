@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.linear import BlockedWeight, LaidOut, Linear, finalize_linears
+from common.cpu.linear import BlockedWeight, LaidOut, Linear, finalize_linears
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.quantized_weight import QuantizedWeight

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from common import local_link
-from common.arena import ReaderView, SharedBuffer
-from common.local_link import GRANT_BYTES, SECRET_BYTES, SharedArena
+from common.shm import local_link
+from common.shm.arena import ReaderView, SharedBuffer
+from common.shm.local_link import GRANT_BYTES, SECRET_BYTES, SharedArena
 
 SECRET = b"s" * SECRET_BYTES
 GRANT = b"g" * GRANT_BYTES

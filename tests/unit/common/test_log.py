@@ -19,8 +19,8 @@ from threading import Event
 import pytest
 import structlog
 
-from common import log
-from common.log_sink import Sink
+from common.telemetry import log
+from common.telemetry.log_sink import Sink
 
 
 class Screen(io.StringIO):
@@ -148,7 +148,7 @@ def test_a_line_that_is_longer_than_there_is_room_for_is_whole_before_another_pr
 
 
 def test_a_process_that_ends_has_said_its_last_line_if_somebody_reads() -> None:
-    say = "from common import log; log.configure('info', service='llm'); log.get('engine').error('x' * 200_000)"
+    say = "from common.telemetry import log; log.configure('info', service='llm'); log.get('e').error('x' * 200_000)"
     with subprocess.Popen([sys.executable, "-c", say], stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         first = process.stderr.read(60_000)
@@ -231,6 +231,6 @@ def test_a_closed_standard_error_is_no_place_for_a_log(
 
 
 def test_a_log_that_programs_read_costs_a_process_no_library_for_terminals() -> None:
-    show = "import sys, common.log; print({'rich', 'pygments'} & set(sys.modules))"
+    show = "import sys, common.telemetry.log; print({'rich', 'pygments'} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, timeout=180, check=True)
     assert shown.stdout == "set()\n"

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from common.merged import Send, merged
+from common.aio.merged import Send, merged
 from tests.unit.encoder_service.fakes import turns
 
 

@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.metrics import SECONDS, Metrics, gauge, total
+from common.telemetry.metrics import SECONDS, Metrics, gauge, total
 
 
 async def scrape(address: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.arena import SharedBuffer
 from common.nixl.__main__ import _let_sleep, _library
 from common.nixl.agent import MODULE, NixlAgent, NixlError
 from common.nixl.messages import AgentMemory
+from common.shm.arena import SharedBuffer
 from tests.launch import stop
 from tests.nixl_agents import SIZE, TWIN, Held, held, needs_library, processes
 from tests.waiting import eventually

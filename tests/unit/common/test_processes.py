@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from common import tasks
-from common.arena import SharedBuffer
-from common.processes import Child, ChildDied, ChildProcess, is_held_up, is_stopped
-from common.stacks import Stacks
+from common.aio import tasks
+from common.process.children import Child, ChildDied, ChildProcess, is_held_up, is_stopped
+from common.process.stacks import Stacks
+from common.shm.arena import SharedBuffer
 from tests.launch import ROOT, command_line, descendants
 from tests.unit.common.echo_child import Do, Say
 from tests.waiting import eventually, until

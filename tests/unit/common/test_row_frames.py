@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.row_frames import RowsFrame, pack, unpack
-from common.wire import crc32c
+from common.rows.frames import RowsFrame, pack, unpack
+from common.rows.wire import crc32c
 from twinlens import v1
 
 NUMBERS = st.integers(0, 2**31 - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from common.media.convert import read_stages, write_stages
-from common.stages import Stage, add, seconds_of
+from common.telemetry.stages import Stage, add, seconds_of
 from twinlens.v1 import media_pb2
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from common.tasks import StallTolerantTimeout, StallTolerantTimer
+from common.aio.tasks import StallTolerantTimeout, StallTolerantTimer
 from tests.clock import Forward, turns
 
 

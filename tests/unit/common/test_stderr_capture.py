@@ -9,8 +9,8 @@ import textwrap
 
 PROGRAM = """
     import asyncio, logging, os, sys, warnings
-    from common import stderr_capture, log
-    from common.processes import Child
+    from common.telemetry import stderr_capture, log
+    from common.process.children import Child
 
     log.configure("info", service="encoder")
     stderr_capture.start()
@@ -48,7 +48,7 @@ def test_a_line_is_one_write() -> None:
     """However long it is, and whichever of several processes writes between them."""
     program = """
         import os, sys
-        from common import log
+        from common.telemetry import log
         written = []
         class Raw:
             def write(self, text): written.append(text); return len(text)

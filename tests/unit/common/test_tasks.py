@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from common import tasks
-from common.tasks import EXIT_DEFECT, in_daemon_thread, in_thread, start_vital, wait_until_done
+from common.aio import tasks
+from common.aio.tasks import EXIT_DEFECT, in_daemon_thread, in_thread, start_vital, wait_until_done
 from tests.waiting import until
 
 
@@ -108,7 +108,8 @@ async def test_who_leaves_does_not_take_a_daemon_thread_s_work_back():
 
 _DEFECT = """
 import asyncio
-from common import log, tasks
+from common.telemetry import log
+from common.aio import tasks
 
 async def main():
     async def defect():

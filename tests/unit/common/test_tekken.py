@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from common import tekken
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints import tekken
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 
 MARKS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),

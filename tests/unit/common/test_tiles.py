@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.cpu.vectors.tiles import BLOCK, add_tiles, configure_tiles, multiply_tiles, release_tiles, round_row
-from common.devices import multiplies_bfloat16, multiplies_tiles
+from common.hardware import multiplies_bfloat16, multiplies_tiles
 
 tiled = pytest.mark.skipif(not multiplies_tiles(), reason="this processor lacks AMX")
 STEPS = 3

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from common.rpc.bearer_tokens import AcceptedTokens, TokenFile, read_tokens
 from common.rpc.channel import ChannelSecurity
-from common.tokens import AcceptedTokens, TokenFile, read_tokens
 
 
 def test_a_token_is_the_one_that_is_in_the_file_now(tmp_path: Path) -> None:

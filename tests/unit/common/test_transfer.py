@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common import transfer
+from common.gpu import transfer
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.watchdog import LOOKS, Watchdog
+from common.aio.watchdog import LOOKS, Watchdog
 
 
 class Lost(Exception):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.wire import CHUNK_BYTES, DType, RowLayout, all_finite, crc32c
+from common.rows.wire import CHUNK_BYTES, DType, RowLayout, all_finite, crc32c
 
 
 def test_crc32c_is_castagnolis() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import msgspec
 import pytest
 
-from common.processes import Child
+from common.process.children import Child
 from encoder_service.engine.dispatch import Dispatcher
 from tests import valkey_server
 from tests.unit.encoder_service.fakes import SETTINGS, FakeChild

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
-from common.arena import SharedBuffer
 from common.media.item import Modality
-from common.processes import Child
-from common.wire import DType, RowLayout
+from common.process.children import Child
+from common.rows.wire import DType, RowLayout
+from common.shm.arena import SharedBuffer
 from encoder_service.engine.admission import Admission
 from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from common.seccomp import _ARCHITECTURES
+from common.process.seccomp import _ARCHITECTURES
 from encoder_service.item import Inspection
 from encoder_service.media.messages import DecoderSettings
 

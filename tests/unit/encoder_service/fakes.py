@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.media.item import Modality
-from common.processes import ChildDied
+from common.process.children import ChildDied
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Inspection

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from common.arena import SharedBuffer
 from common.media.item import Grid, Header, Modality
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
+from common.shm.arena import SharedBuffer
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.shared_store import SharedStore
 from encoder_service.engine.shared_store_client import SharedStoreClient

@@ -16,7 +16,7 @@ from common.cpu.compiling import Readiness
 from common.cpu.jit import use_threads
 from common.cpu.pair_attention import PairAttention
 from common.cpu.tile_attention import TiledAttention
-from common.devices import multiplies_tiles
+from common.hardware import multiplies_tiles
 from encoder_service.models import attention, row_kernels
 from encoder_service.models.attention import (
     AttentionUnavailable,

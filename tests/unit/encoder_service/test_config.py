@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.config import load
 from common.media.item import Modality
 from encoder_service.config import PREFIX, EncoderConfig

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from common import seccomp
-from common.arena import SharedBuffer
 from common.media.item import Modality
-from common.processes import Child
+from common.process import seccomp
+from common.process.children import Child
+from common.shm.arena import SharedBuffer
 from encoder_service.item import Inspection
 from encoder_service.media.__main__ import Desk
 from encoder_service.media.limits import MediaLimits

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.media.item import Embedding, Grid, Modality, Options, Pixels, Url
-from common.wire import DType
+from common.rows.wire import DType
 from encoder_service.engine import content
 from encoder_service.engine.admission import Admission
 from encoder_service.engine.content import Contents

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from common.arena import SharedBuffer
 from common.errors import Exhausted, Precondition, Unavailable
 from common.media.item import Grid, Header, Modality
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
+from common.shm.arena import SharedBuffer
 from encoder_service.engine.device_pool import DevicePool, DevicePools, Slice
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore
 from encoder_service.transports.base import RowRun

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from common.arena import SharedBuffer
 from common.errors import Unavailable
-from common.processes import Child, ChildDied
+from common.process.children import Child, ChildDied
+from common.shm.arena import SharedBuffer
 from encoder_service.media.limits import MediaLimits
 from encoder_service.media.messages import DecoderSettings
 from encoder_service.media.processes import DecodeProcesses

@@ -17,10 +17,10 @@ import pytest
 import torch
 from PIL import Image
 
-from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput, Unavailable
 from common.media.item import Modality, Options
-from common.processes import Child
+from common.process.children import Child
+from common.shm.arena import Range, SharedBuffer
 from encoder_service.item import Inspection
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.limits import MediaLimits, fitted

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from common import local_link, tracing
-from common.arena import Range
 from common.media.item import Modality
-from common.row_frames import RowsFrame, unpack
+from common.rows.frames import RowsFrame, unpack
+from common.shm import local_link
+from common.shm.arena import Range
+from common.telemetry import tracing
 from encoder_service import convert
 from encoder_service.delivery import Delivery, Event
 from encoder_service.engine import pipeline

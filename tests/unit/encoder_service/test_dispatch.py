@@ -8,7 +8,7 @@ import time
 import pytest
 
 from common.errors import Internal, Unavailable
-from common.processes import Child
+from common.process.children import Child
 from encoder_service.engine import dispatch
 from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher

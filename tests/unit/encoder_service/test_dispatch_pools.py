@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.processes import Child
+from common.process.children import Child
 from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.worker.messages import BatchDone, BatchFailed, PoolMade, WorkerReady

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import Internal, Unavailable
-from common.processes import Child
+from common.process.children import Child
 from encoder_service.engine.batching import Unit
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.worker.messages import BatchDone, BatchFailed, Piece, WorkerSettings

@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from common import eviction
-from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
 from common.media.item import Grid, Header, Modality
+from common.shm import eviction
+from common.shm.arena import Range, SharedBuffer
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from tests.unit.encoder_service.fakes import turns
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import Exhausted, Internal, InvalidInput, NotFound, TwinlensError, Unavailable
 from common.media.item import Embedding, Grid, Header, Key, Modality, Options, Pixels, Url
-from common.wire import DType
+from common.rows.wire import DType
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.item import Item
 from encoder_service.worker.messages import BatchFailed

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from common.arena import Range, RangeAllocator, SharedBuffer
 from common.media.item import Grid, Header, Modality
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
+from common.shm.arena import Range, RangeAllocator, SharedBuffer
 from encoder_service.engine.device_pool import DevicePool, Slice
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.worker.messages import PoolMade

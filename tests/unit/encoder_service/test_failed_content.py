@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from common.aio.merged import merged
 from common.errors import InvalidInput, TwinlensError
 from common.media.item import Modality, Url
-from common.merged import merged
 from encoder_service import convert
 from encoder_service.delivery import Delivery, Event
 from encoder_service.engine.encode import EncoderEngine

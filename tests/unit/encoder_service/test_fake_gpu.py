@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
+from common.cpu.linear import Linear
 from common.hf import models as hf_models
-from common.linear import Linear
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import blocks, rotary_kernel

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidInput, TwinlensError
 from common.media.item import Key, Url
-from common.processes import ChildDied
+from common.process.children import ChildDied
 from encoder_service.worker.messages import BatchFailed
 from tests.unit.encoder_service.engines import LAYOUT, PICTURES, SEEN, encoder, item
 from tests.unit.encoder_service.fakes import DONE, FakeDecoders, turns

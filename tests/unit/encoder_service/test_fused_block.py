@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.cpu import short_rows
 from common.cpu.jit import find, use_threads
-from common.devices import multiplies_tiles
-from common.linear import BlockedWeight, Linear, finalize_linears
+from common.cpu.linear import BlockedWeight, Linear, finalize_linears
+from common.hardware import multiplies_tiles
 from encoder_service.models import attention, block_kernel, blocks, fused_block, qwen2_5_vl, qwen3_vl, row_kernels
 from encoder_service.models.attention import Numba, Sdpa
 from encoder_service.models.fused_block import TilePanels

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.checkpoint import Checkpoint
-from common.gpu import CaptureFailed
+from common.checkpoints.checkpoint import Checkpoint
+from common.gpu.graphs import CaptureFailed
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.attention import Triton, max_segments

@@ -10,8 +10,8 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from common.errors import DataLoss
-from common.row_frames import RowsFrame
-from common.wire import crc32c
+from common.rows.frames import RowsFrame
+from common.rows.wire import crc32c
 from encoder_service.delivery import Event
 from llm_service.encoders.stream import _run, read_event
 from llm_service.encoders.transports.base import ArrivedRows

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from common.linear import Linear
+from common.cpu.linear import Linear
 from encoder_service.models.hf.patches import multiply_patches
 from encoder_service.models.hf.products import _LaidOut, lay_out
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.arena import SharedBuffer
-from common.lease_board import LeaseBoard
 from common.media.item import Grid, Header, Modality
+from common.shm.arena import SharedBuffer
+from common.shm.lease_board import LeaseBoard
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore, Entry
 from encoder_service.engine.leases import Lease, Leases
 

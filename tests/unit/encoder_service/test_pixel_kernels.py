@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-from common.arena import SharedBuffer
 from common.media.item import Modality
+from common.shm.arena import SharedBuffer
 from encoder_service.families.internvl import PictureTiles, TileSettings
 from encoder_service.families.qwen_processors import ImageProcessor
 from encoder_service.worker import patches, pixel_kernels, tiles

@@ -12,7 +12,7 @@ import pytest
 from common.errors import InvalidInput, Unsupported
 from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import Modality, Options, Pixels, PromptPart
-from common.processes import Child
+from common.process.children import Child
 from encoder_service.item import Footage, Inspection, Item
 from encoder_service.media.messages import ChooseFrames, Chosen, FromPlanner, PlanItem, Planned, Refused, WrongLength
 from encoder_service.media.planner import HfPlanner, PlannerTimes

@@ -8,7 +8,7 @@ import pytest
 from common.errors import InvalidInput, Unsupported
 from common.media import kept_rows
 from common.media.item import Grid, Options
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
 from encoder_service.engine.pruning import choose, compact, pruned
 from encoder_service.item import Plan
 

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from common.checkpoint import Checkpoint
-from common.devices import cuda_device_count
+from common.checkpoints.checkpoint import Checkpoint
+from common.hardware import cuda_device_count
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import blocks, rotary_kernel

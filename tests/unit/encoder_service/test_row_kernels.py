@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.cpu import short_rows
-from common.linear import Linear
+from common.cpu.linear import Linear
 from encoder_service.models import attention, blocks, row_kernels
 from encoder_service.models.attention import Numba
 from encoder_service.models.tower import Rotary

@@ -17,10 +17,10 @@ from msgspec import structs
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
-from common.core_share import CoreShare
+from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Grid, Modality, Options
+from common.process.core_share import CoreShare
+from common.shm.arena import SharedBuffer
 from encoder_service.families import config, registry
 from encoder_service.families.family import Processor
 from encoder_service.item import Inspection, Plan

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.checkpoint import Checkpoint
-from common.wire import DType, RowLayout
+from common.checkpoints.checkpoint import Checkpoint
+from common.rows.wire import DType, RowLayout
 from encoder_service import server
 from encoder_service.config import EncoderConfig
 

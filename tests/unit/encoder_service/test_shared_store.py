@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from common.media.item import Grid, Header, Modality
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
 from encoder_service.engine.shared_store import SharedStore, SharedStoreMiss
 from tests.unit.encoder_service.shared_stores import (
     HEADER,

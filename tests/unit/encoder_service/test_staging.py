@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from common.arena import Range, SharedBuffer
 from common.errors import InvalidInput
+from common.shm.arena import Range, SharedBuffer
 from encoder_service.engine.staging import Staging
 from tests.unit.encoder_service.fakes import turns
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
 from tests.checkpoints import TOWERS

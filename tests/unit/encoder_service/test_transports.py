@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import local_link
-from common.arena import SharedBuffer
 from common.errors import DataLoss, Exhausted, Precondition, Unavailable
-from common.local_link import SECRET_BYTES
 from common.media.item import Grid, Header, Modality
-from common.row_frames import RowsFrame, unpack
-from common.wire import DType, RowLayout
+from common.rows.frames import RowsFrame, unpack
+from common.rows.wire import DType, RowLayout
+from common.shm import local_link
+from common.shm.arena import SharedBuffer
+from common.shm.local_link import SECRET_BYTES
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
 from encoder_service.transports.transports import Transports

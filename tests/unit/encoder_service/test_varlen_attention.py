@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from common.devices import cuda_device_count
+from common.hardware import cuda_device_count
 from encoder_service.models.varlen_attention import tile_rows, tiles, varlen_attention
 
 DEVICE = "cuda" if cuda_device_count() else "cpu"

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.arena import SharedBuffer
 from common.media.item import Modality
+from common.shm.arena import SharedBuffer
 from encoder_service.item import Inspection
 from encoder_service.media import container, video
 from encoder_service.media.__main__ import Desk

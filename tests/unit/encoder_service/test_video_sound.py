@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.arena import SharedBuffer
 from common.errors import InvalidInput
 from common.media.item import Modality
+from common.shm.arena import SharedBuffer
 from encoder_service.item import SAMPLE_RATE
 from encoder_service.media.__main__ import Desk
 from encoder_service.media.audio import read

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.prompt.builder import PromptBuilder
 
 

@@ -15,10 +15,10 @@ import numpy as np
 from common.errors import Unavailable
 from common.media.content_key import content_key
 from common.media.item import Modality, Options
+from common.rows.wire import DType, RowLayout, crc32c
+from common.rpc.bearer_tokens import AcceptedTokens
 from common.rpc.calls import CallInterceptor, current
 from common.rpc.server import PINGS
-from common.tokens import AcceptedTokens
-from common.wire import DType, RowLayout, crc32c
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.pool import EncoderPool

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.processes import ChildDied
+from common.process.children import ChildDied
 from llm_service.engine.messages import Ready
 from llm_service.engine_client import client as client_module
 from llm_service.engine_client.client import EngineClient

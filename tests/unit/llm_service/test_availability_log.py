@@ -11,9 +11,9 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from common.rows.wire import DType, RowLayout
 from common.rpc import channel as grpc_channel
 from common.rpc.channel import ChannelSecurity, open_channel
-from common.wire import DType, RowLayout
 from llm_service.encoders.availability_log import AvailabilityLog
 from llm_service.encoders.obstacle_hints import hint
 from llm_service.encoders.pool import EncoderPool

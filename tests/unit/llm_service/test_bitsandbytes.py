@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.bitsandbytes import load_dense
-from common.checkpoint import CheckpointError
+from common.checkpoints.bitsandbytes import load_dense
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.cpu import selection
 from llm_service.layers.linear import quantized
 from llm_service.layers.quantized_weight import Number, QuantizedWeight

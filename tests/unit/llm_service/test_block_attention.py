@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers import block_decode
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk

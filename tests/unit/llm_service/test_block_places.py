@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.arena import SharedBuffer
 from common.errors import Unavailable
+from common.shm.arena import SharedBuffer
 from llm_service.engine.messages import AwaitBlocks, BlocksAnswer, BlocksArrived, BlocksRead, LendBlocks
 from llm_service.engine_client.block_places import BlockPlaces
 

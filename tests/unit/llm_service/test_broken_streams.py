@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from common.errors import DataLoss, Internal, TwinlensError, Unavailable
+from common.rows.wire import crc32c
 from common.rpc.calls import current
-from common.wire import crc32c
 from llm_service.encoders.breaker import RetryBudget
 from tests.unit.llm_service.scripted import (
     LAYOUT,

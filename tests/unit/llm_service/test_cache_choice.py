@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service import cache_choice
 from llm_service.cache_choice import choose_cache
 from llm_service.model_config.stated_quantization import cache_type_of, suggests_fp8_cache

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from common.cpu_time_limit import CpuTimeLimit
 from common.errors import Exhausted, InvalidInput, Unavailable
-from common.processes import Child
+from common.process.children import Child
+from common.process.cpu_time_limit import CpuTimeLimit
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import Compile, StructureLimits, Vocabulary
 from llm_service.request import Structure

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.errors import DataLoss
-from common.wire import DType
+from common.rows.wire import DType
 from llm_service.encoders.transports import copier
 from llm_service.encoders.transports.copier import Copier
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import LEASE_EXPIRED, DataLoss, Unavailable
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.replica import EncodeParams, EncoderSettings, Replica
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.errors import Internal, Unsupported
 from llm_service.embedder import Embedder
 

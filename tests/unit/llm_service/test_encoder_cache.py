@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from common import eviction
 from common.errors import InvalidInput, Unavailable
 from common.media.item import Grid, Header, Modality
-from common.wire import DType, RowLayout
+from common.rows.wire import DType, RowLayout
+from common.shm import eviction
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 
 LAYOUT = RowLayout(levels=1, width=16, dtype=DType.FLOAT32)  # rows of 64 bytes

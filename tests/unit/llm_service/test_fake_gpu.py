@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 
 from benchmarks import quantized
 from benchmarks.llm_device import config_of, step
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.hf import models as hf_models
 from common.hf.small_models import made_up
+from common.shm.arena import SharedBuffer
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight

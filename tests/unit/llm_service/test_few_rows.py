@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
-from common.linear import Linear
+from common.checkpoints.checkpoint import Checkpoint
+from common.cpu.linear import Linear
 from llm_service.layers.cpu import panels
 from llm_service.layers.cpu.layer import FewRows
 from llm_service.layers.cpu.panels import PanelWeight

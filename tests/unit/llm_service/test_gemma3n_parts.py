@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf import small_models
 from common.hf.classes import mark_tables_of
 from llm_service.layers.altup import AltUp, Laurel, StreamsIn, StreamsOut

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.config import LlmConfig
 from llm_service.generation_config import SamplingDefaults, read
 

@@ -18,12 +18,12 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, models
 
-from common.arena import SharedBuffer
 from common.errors import Cancelled, Exhausted, InvalidInput, TwinlensError, Unavailable
 from common.media.item import Header, Modality
-from common.metrics import Metrics
+from common.rpc.bearer_tokens import AcceptedTokens
 from common.rpc.calls import CallInterceptor
-from common.tokens import AcceptedTokens
+from common.shm.arena import SharedBuffer
+from common.telemetry.metrics import Metrics
 from llm_service.engine.messages import (
     Abort,
     Add,

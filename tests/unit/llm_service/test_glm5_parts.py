@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.gates import CutGates
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.elementwise import sigmoid

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.gpu import symmetric_sum
 from llm_service.layers.gpu.symmetric_sum import SymmetricSum
 from llm_service.layers.group import TensorGroup

@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from common.errors import Unavailable
+from common.rows.wire import DType
 from common.rpc.channel import ChannelSecurity, open_channel
-from common.wire import DType
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.health import EncoderHealth, Verdict
 from llm_service.encoders.pool import EncoderPool, WatchedReplica

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.cpu.quad_panels import QuadPanels
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.gpu import int8_weight as module

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.checkpoint import Checkpoint, CheckpointError
-from common.encoder_digest import INTERNVL_TEXTS
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.media.encoder_digest import INTERNVL_TEXTS
 from common.media.item import Grid, Header, Modality
 from encoder_service.families import registry as encoder_registry
 from llm_service.families import registry

@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from common import tracing
-from common.stages import Stage
+from common.telemetry import tracing
+from common.telemetry.stages import Stage
 from llm_service.engine.messages import Prefilled
 from llm_service.generation.request_stages import Stages
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers import latent_chunks
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend

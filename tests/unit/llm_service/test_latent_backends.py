@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk

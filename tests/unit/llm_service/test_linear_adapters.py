@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from common.checkpoint import Checkpoint
-from common.transfer import to_device
+from common.checkpoints.checkpoint import Checkpoint
+from common.gpu.transfer import to_device
 from llm_service.layers.adapters import AdaptedRows, AdapterKernel, AdapterRows, LinearAdapters
 from llm_service.layers.gpu.low_rank_tiles import LowRankTiles
 from llm_service.layers.group import ALONE, TensorGroup

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 import torch
 
-from common.arena import SharedBuffer
-from common.checkpoint import Checkpoint, CheckpointError
-from common.core_share import CoreShare
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.cpu import jit
 from common.hf.description import HfModel
 from common.hf.models import describe
+from common.process.core_share import CoreShare
+from common.shm.arena import SharedBuffer
 from llm_service.layers.attention import flash_backend
 from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV
 from llm_service.layers.group import ALONE, TensorGroup

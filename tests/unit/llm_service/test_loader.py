@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import Checkpoint, CheckpointError
-from common.linear import Linear
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.cpu.linear import Linear
 from llm_service.layers.experts import Experts
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear

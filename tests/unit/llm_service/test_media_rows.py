@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from common import tracing
+from common.telemetry import tracing
 from llm_service.generation.media_rows import MediaRows
 from llm_service.request import PromptLayout
 from tests.unit.llm_service.scripted import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.arena import SharedBuffer
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
+from common.shm.arena import SharedBuffer
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.plan import RowSlice
 from llm_service.settings import EngineSettings

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.arena import SharedBuffer
-from common.device_memory import DeviceMemoryError, as_unsigned, row_sum
+from common.gpu.device_memory import DeviceMemoryError, as_unsigned, row_sum
+from common.shm.arena import SharedBuffer
 from llm_service.plan import RowSlice
 from llm_service.worker.messages import InvalidateRows, Pulled, PullRows, UnmapPool
 from llm_service.worker.mirror import ByteRanges, Mirror

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests import reference as _reference  # isort: skip  # noqa: F401 - before transformers
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.small_models import redraw_corrections
 from llm_service.families.family import FeedForwardKind, Mixer
 from llm_service.families.nemotron_h import NEMOTRON_H

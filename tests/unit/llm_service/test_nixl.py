@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.arena import SharedBuffer
 from common.errors import DataLoss, Precondition, Unavailable
 from common.media.item import Grid, Header, Modality
 from common.nixl.agent import NixlAgent
-from common.wire import DType, RowLayout, crc32c
+from common.rows.wire import DType, RowLayout, crc32c
+from common.shm.arena import SharedBuffer
 from encoder_service import convert
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun

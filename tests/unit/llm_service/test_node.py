@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from common.processes import Child, ChildDied
+from common.process.children import Child, ChildDied
 from llm_service.settings import Joined, RankPlace
 from llm_service.worker import node
 

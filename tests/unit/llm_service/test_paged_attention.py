@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.choose import choose

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import cuda_driver
+from common.gpu import cuda_driver
 from llm_service.plan import RowSlice
 from llm_service.worker.fusion import fuse
 from llm_service.worker.row_arena import RowArena

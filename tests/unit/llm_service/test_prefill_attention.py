@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.cpu.jit import find
-from common.devices import multiplies_tiles
+from common.hardware import multiplies_tiles
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.cpu import numba_backend

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from common.arena import SharedBuffer
 from common.rpc.channel import ChannelSecurity
+from common.shm.arena import SharedBuffer
 from llm_service.engine.messages import AwaitBlocks, BlocksAnswer
 from llm_service.engine_client.block_places import BlockPlaces
 from llm_service.prefill.services import PrefillServices

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.errors import DataLoss, InvalidInput
 from common.hf.description import HfModel
 from common.media.item import Grid, Header, Modality, PromptPart

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.linear import StoredStack, quantized

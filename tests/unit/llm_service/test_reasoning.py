@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import Detokenizer
 from llm_service.prompt.output_marks import THINK, ToolFormat

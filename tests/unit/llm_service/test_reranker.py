@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.reranker import Reranker
 

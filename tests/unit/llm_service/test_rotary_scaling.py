@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import transformers
 from llm_service.families.family import FAR
 from llm_service.layers.ops import MultimodalRotary

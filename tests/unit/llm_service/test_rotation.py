@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import trustme
 
+from common.rpc.bearer_tokens import TokenFile
 from common.rpc.channel import ChannelSecurity
-from common.tokens import TokenFile
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import EncoderSettings
 from tests.unit.llm_service.scripted import LAYOUT

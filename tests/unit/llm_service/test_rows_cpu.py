@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from llm_service.layers.cpu import layer
 from llm_service.layers.cpu import row_kernels as rows_cpu
 from llm_service.layers.cpu.row_kernels import FEW, NumbaOps

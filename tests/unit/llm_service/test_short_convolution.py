@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.short_convolution import ShortConvolution

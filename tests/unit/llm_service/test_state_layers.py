@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.arena import SharedBuffer
+from common.shm.arena import SharedBuffer
 from llm_service.engine.batch import Step, uniform
 from llm_service.engine.block_manager import BlockManager, BlockTable
 from llm_service.engine.limits import SchedulerLimits

@@ -14,7 +14,7 @@ import pytest
 from common.errors import DataLoss, Exhausted, Unavailable
 from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import MAX_POSITION, Header
-from common.wire import crc32c
+from common.rows.wire import crc32c
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.inline import Inline
 from tests.unit.llm_service.scripted import LAYOUT, ROWS, content

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.errors import InvalidInput
 from llm_service.engine.structure import Structures
 from llm_service.prompt.builder import PromptBuilder

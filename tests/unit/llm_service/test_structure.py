@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from common.allocator import bytes_in_use
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.errors import InvalidInput
+from common.process.malloc import bytes_in_use
 from llm_service.engine.matchers import Form, Matcher, Matchers
 from llm_service.engine.structure import Structures
 from llm_service.grammar.gbnf import as_lark

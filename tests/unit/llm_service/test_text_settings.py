@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import ALONE
 from llm_service.layers.ops import LayerNorm, MultimodalRotary, Unnormed

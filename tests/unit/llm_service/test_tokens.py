@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.media.item import Modality
 from llm_service.prompt.tokens import MediaTokens, end_tokens
 

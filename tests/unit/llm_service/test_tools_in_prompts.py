@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.errors import InvalidInput
 from llm_service.convert.tools import read_tool, read_tool_call
 from llm_service.prompt.chat_template import ChatTemplate

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common import tekken
+from common.checkpoints import tekken
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from safetensors import safe_open
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 
 
 def load_slices(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable
 
-from common.arena import Range, RangeAllocator, aligned
+from common.shm.arena import Range, RangeAllocator, aligned
 
 LastUse = tuple[int, int]
 """A class, of which the lower goes first, and within it a number that grows with each use."""

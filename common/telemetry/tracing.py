@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from common.aio.tasks import in_daemon_thread
 from common.config import boolean
-from common.tasks import in_daemon_thread
 
 LAST_SECONDS = 2.0
 """What a process waits for its last spans to be taken."""

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from common.checkpoint import Checkpoint, CheckpointError
-from common.weights import SliceReader
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.tensors import SliceReader
 
 METHOD: Final = "bitsandbytes"
 """The `quant_method`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.wire import crc32c
+from common.rows.wire import crc32c
 
 _ROWS = 0x12  # EncodeResponse.rows: field 2, length-delimited
 _ITEM, _FIRST, _COUNT, _DATA, _CRC = 0x08, 0x10, 0x18, 0x22, 0x35  # fields 1–4 and 6 of EncodeRows

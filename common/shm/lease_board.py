@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from common.arena import ReaderView, SharedBuffer
+from common.shm.arena import ReaderView, SharedBuffer
 
 WORD = 8
 """Bytes of a slot: one aligned word, which a processor writes and reads in one piece."""

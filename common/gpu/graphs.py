@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from common.checkpoint import CheckpointError
+from common.checkpoints.checkpoint import CheckpointError
 
 _TRIES = 3
 _WAITS = "called a synchronizing CUDA operation"

@@ -20,8 +20,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from common import stderr_capture, tasks
-from common.stacks import Stacks
+from common.aio import tasks
+from common.process.stacks import Stacks
+from common.telemetry import stderr_capture
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4

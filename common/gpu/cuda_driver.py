@@ -11,7 +11,7 @@ import functools
 from ctypes import byref, c_char_p, c_int
 from typing import Any
 
-from common.device_memory import DeviceMemoryError
+from common.gpu.device_memory import DeviceMemoryError
 
 
 def call(name: str, *arguments: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common.devices import usable_cores
+from common.hardware import usable_cores
 
 _CLAIMS = 8
 """Processes that count; any further one computes as if it were not there."""

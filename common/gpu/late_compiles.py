@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import log
+from common.telemetry import log
 
 _log = log.get("kernels")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
 
-from common.checkpoint import Checkpoint
+from common.checkpoints.checkpoint import Checkpoint
 from common.hash_fields import canonical, framed
-from common.wire import DType
+from common.rows.wire import DType
 
 SCHEMA: Final = b"twinlens/1"
 """Changes whenever rows or keys of one release would not fit another's."""

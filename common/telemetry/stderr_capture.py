@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 
-from common import log
+from common.telemetry import log
 
 _STDERR = 2
 _LAST_SECONDS = 1.0

@@ -14,8 +14,8 @@ from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
-from common.cuda_driver import call
-from common.device_memory import DeviceMemoryError
+from common.gpu.cuda_driver import call
+from common.gpu.device_memory import DeviceMemoryError
 
 HANDLE_BYTES = 64
 _GRANULE = 2 << 20

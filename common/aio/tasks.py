@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from common import log
+from common.telemetry import log
 
 _log = log.get("tasks")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from common.checkpoint import Checkpoint
+    from common.checkpoints.checkpoint import Checkpoint
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/proc/cpuinfo")
@@ -21,7 +21,7 @@ _CAPABILITY = 75, 76
 E4M3_CAPABILITY = (8, 9)
 """Of the first GPUs that convert to and from e4m3, those of Ada."""
 
-MEMORY_DRIVERS = {"cuda": "common.cuda_ipc:CudaMemory"}
+MEMORY_DRIVERS = {"cuda": "common.gpu.cuda_ipc:CudaMemory"}
 """By the kind of a device: `module:class` of what makes its memory readable for other processes (`device_memory`)."""
 
 NOT_LOCKED = "the GPU copies from ordinary memory, since none can be locked: the host waits for that"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from common import log
 from common.rpc.tls_files import Seen, look_at
+from common.telemetry import log
 
 _log = log.get("tokens")
 Line = TypeVar("Line")

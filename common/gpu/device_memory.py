@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from common.devices import MEMORY_DRIVERS
+from common.hardware import MEMORY_DRIVERS
 
 _WORD = 4
 """Bytes of what rows are summed up by."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
-from common.log_sink import Sink
+from common.telemetry.log_sink import Sink
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Tasks, threads and streams of asyncio."""

@@ -1,0 +1,1 @@
+"""What a folder with a model's weights holds."""

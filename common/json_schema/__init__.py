@@ -1,0 +1,1 @@
+"""JSON schemas that answers are held to."""

@@ -1,0 +1,1 @@
+"""What a service tells about itself: logs, metrics, traces and the times of stages."""
