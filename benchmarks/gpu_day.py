@@ -54,6 +54,7 @@ FIRST = (
 )
 """Whether anything runs at all."""
 _NATIVE_TESTS = (
+    "test_captures_on_gpu",
     "test_parity_on_gpu",
     "test_llm_on_gpu",
     "test_vision_attention_on_gpu",
