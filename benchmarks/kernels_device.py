@@ -25,7 +25,8 @@ from torch import Tensor
 from benchmarks.device import Again
 from benchmarks.llm_device import Settings, config_of, make_runner, step
 from benchmarks.quantized import FORMS
-from common.gpu.graphs import Capture, CaptureFailed, CudaCapture, first_of, told_waits
+from common.gpu.device import told_waits
+from common.gpu.graphs import Capture, CaptureFailed, CudaCapture, first_of
 from tests import triton_interpreter
 
 _SECONDS = 45

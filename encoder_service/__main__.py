@@ -19,7 +19,8 @@ def main(*, worker: str = "encoder_service.worker") -> None:
     require("encoder_service")  # before anything that is installed with it is imported
     from common.checkpoints.checkpoint import CheckpointError
     from common.config import load
-    from common.process.children import ChildDied, hide_memory
+    from common.process.children import ChildDied
+    from common.process.hidden_memory import hide_memory
     from common.process.malloc import keep_large_blocks
     from encoder_service.config import PREFIX, EncoderConfig
     from encoder_service.engine.workers import WorkerError

@@ -38,7 +38,8 @@ from typing import IO, Any
 
 from common.hardware import cuda_device_count
 from common.hf import description as hf_description
-from common.process.children import DEFAULTS, ChildProcess, die_with_parent
+from common.process.children import DEFAULTS, ChildProcess
+from common.process.parent_link import die_with_parent
 from tests import triton_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from common.nixl.messages import AgentAnswer, AgentMemory, CannotRegister, Connect, Disconnect, Read, Register, ToAgent
-from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
 from common.shm.arena import Range, SharedBuffer
 
 

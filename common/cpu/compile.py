@@ -8,7 +8,7 @@ import os
 import sys
 
 from common.cpu.jit import as_compiled, find
-from common.process.children import die_with_parent, leave_signals_to_parent
+from common.process.parent_link import die_with_parent, leave_signals_to_parent
 
 _NICE = 5
 """A quarter of a core beside a thread that wants all of it. At 19 it is a hundredth, and a service that is never idle

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from common.nixl.messages import AgentAnswer, AgentMemory, CannotRegister, Connect, Disconnect, Read, Register, ToAgent
-from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
 from common.shm.arena import SharedBuffer
 
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")

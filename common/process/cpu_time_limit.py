@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Self
 
 from common.aio.watchdog import Watchdog
-from common.process.children import HELD_UP_SECONDS, cpu_seconds, is_held_up, is_stopped
+from common.process.status import HELD_UP_SECONDS, cpu_seconds, is_held_up, is_stopped
 
 _STILL_SECONDS = 3.0
 _LOOK_SECONDS = 0.1

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from common.process import seccomp
-from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
 from common.shm.arena import Range, SharedBuffer
 from encoder_service.item import Inspection
 from encoder_service.media.complexity import TooComplex, UnusualKind

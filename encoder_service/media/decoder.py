@@ -11,8 +11,9 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Modality
-from common.process.children import Child, ChildDied, was_ended
+from common.process.children import Child, ChildDied
 from common.process.cpu_time_limit import CpuTimeLimit, ProcessStalled
+from common.process.status import was_ended
 from common.shm.arena import Range, SharedBuffer
 from common.telemetry import log
 from encoder_service.item import Inspection, Plan

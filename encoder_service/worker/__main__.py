@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common.checkpoints.checkpoint import CheckpointError
 from common.gpu.late_compiles import LateCompiles
 from common.process import stacks
-from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
 from common.shm.arena import SharedBuffer
 from common.telemetry import log
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, StartFailed, ToWorker, WorkerSettings
@@ -107,7 +107,7 @@ def _free(error: BaseException) -> None:
     """Lets go of the memory that a failed pass had, and of what torch keeps beside it where there was too little."""
     import torch
 
-    from common.gpu.graphs import release_memory
+    from common.gpu.device import release_memory
 
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:

@@ -15,7 +15,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from common.gpu.graphs import Capture, CaptureFailed, Clock
+from common.gpu.device import Clock
+from common.gpu.graphs import Capture, CaptureFailed
 from common.gpu.transfer import tensors_to_device
 from common.media.item import Grid
 from common.telemetry import log

@@ -12,7 +12,7 @@ import torch
 
 from common.checkpoints.checkpoint import CheckpointError
 from common.hf.processors import Clip, Sound
-from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
 from encoder_service.media.messages import (
     ChooseFrames,
     Chosen,

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from common.checkpoints.checkpoint import Checkpoint
+from common.gpu.device import gpu_seconds, use_gpu
 from common.gpu.device_memory import as_unsigned
-from common.gpu.graphs import CudaCapture, gpu_seconds, use_gpu
+from common.gpu.graphs import CudaCapture
 from common.media.item import Grid, Modality, Options
 from common.process.core_share import CoreShare
 from common.shm.arena import SharedBuffer

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from common.aio.tasks import in_daemon_thread
-from common.process.children import ParentLink
+from common.process.parent_link import ParentLink
 from common.telemetry import log
 from llm_service.engine.batch import Step
 from llm_service.engine.block_events import BlockEvents

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from common.aio import tasks
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.process import stacks
-from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
 from common.telemetry import log
 from llm_service.engine.block_events import BlockEvents
 from llm_service.engine.block_exchange import BlockExchange

@@ -7,7 +7,8 @@ from typing import Self
 
 from common.aio import tasks
 from common.aio.watchdog import Watchdog
-from common.process.children import HELD_UP_SECONDS, Child, ChildDied, is_held_up
+from common.process.children import Child, ChildDied
+from common.process.status import HELD_UP_SECONDS, is_held_up
 from llm_service.engine.messages import FromEngine
 
 MODULE = "llm_service.engine"

@@ -17,8 +17,9 @@ import msgspec
 
 from common.checkpoints.checkpoint import Checkpoint
 from common.errors import InvalidInput
-from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent, was_ended
 from common.process.malloc import bytes_in_use
+from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.status import was_ended
 from llm_service.engine.structure import Structures
 from llm_service.grammar.foresight import refusal
 from llm_service.grammar.gbnf import as_lark

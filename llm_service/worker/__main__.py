@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from common.checkpoints.checkpoint import CheckpointError
-from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
 from common.telemetry import log
 from llm_service.settings import EngineSettings, Joined, RankPlace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from common.gpu.graphs import release_memory
+from common.gpu.device import release_memory
 from llm_service.layers.group import ALONE
 from llm_service.plan import Draw, Masks, StepMemoryError, StepPlan, no_masks
 from llm_service.worker.changeover import Changeover

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
 
-from common.process.children import HELD_UP_SECONDS, how_it_ended, is_held_up
+from common.process.status import HELD_UP_SECONDS, how_it_ended, is_held_up
 from common.telemetry import log
 from llm_service.settings import RankPlace
 

@@ -11,7 +11,8 @@ import torch
 
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.cpu.compiling import Compilation, not_kept
-from common.gpu.graphs import CudaCapture, use_gpu
+from common.gpu.device import use_gpu
+from common.gpu.graphs import CudaCapture
 from common.hardware import usable_cores
 from common.hf.rows import longest_run
 from common.process.core_share import CoreShare

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, not re-exported for checkers
 
-from common.process.children import ChildProcess, ParentLink
+from common.process.children import ChildProcess
+from common.process.parent_link import ParentLink
 from llm_service.layers.group import TensorGroup
 from llm_service.plan import RowSlice
 from llm_service.settings import EngineSettings, RankPlace

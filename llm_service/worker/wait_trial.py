@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.gpu.graphs import told_waits
+from common.gpu.device import told_waits
 from common.telemetry import log
 from llm_service.plan import Draw
 from llm_service.worker.memory import prompt

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.checkpoints.checkpoint import Checkpoint
 from common.process import stacks
-from common.process.children import ParentLink, die_with_parent, leave_signals_to_parent
+from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
 from common.rows.wire import DType, RowLayout
 from common.shm.arena import SharedBuffer
 from common.telemetry import log

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.gpu.graphs import Capture, CudaCapture, gpu_seconds
+from common.gpu.device import gpu_seconds
+from common.gpu.graphs import Capture, CudaCapture
 from common.hf.classes import first_line
 from common.hf.description import HfModel
 from common.hf.processors import Clip, Sound

@@ -14,7 +14,8 @@ import sys
 import msgspec
 
 from common.process import stacks
-from common.process.children import Child, ParentLink, die_with_parent
+from common.process.children import Child
+from common.process.parent_link import ParentLink, die_with_parent
 from common.shm.arena import SharedBuffer
 
 

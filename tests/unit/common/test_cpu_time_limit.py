@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from common.process import cpu_time_limit as module
-from common.process.children import cpu_seconds, was_ended
 from common.process.cpu_time_limit import CpuTimeLimit, ProcessStalled
+from common.process.status import cpu_seconds, was_ended
 from tests.waiting import until
 
 SPIN = "print('go', flush=True)\nwhile True: pass"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-SERVICE = "from common.process.children import hide_memory\n{}\nprint(flush=True)\ninput()"
+SERVICE = "from common.process.hidden_memory import hide_memory\n{}\nprint(flush=True)\ninput()"
 UNPRIVILEGED = """
 import ctypes, os, sys
 for capability in (19, 21, 38):  # CAP_SYS_PTRACE, CAP_SYS_ADMIN and CAP_PERFMON, which root has

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from common.gpu import graphs
+from common.gpu import device
 from encoder_service.worker.__main__ import _answer, one_by_one
 from encoder_service.worker.messages import BatchDone, BatchFailed
 from encoder_service.worker.runner import PassFailed, PreparedBatch, Runner, _failing
@@ -61,7 +61,7 @@ def test_memory_of_a_pass_that_had_too_little_is_free_before_its_pieces_come_aga
 ) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
     left: list[bool] = []
-    monkeypatch.setattr(graphs, "release_memory", lambda: left.append(any(each() is not None for each in held)))
+    monkeypatch.setattr(device, "release_memory", lambda: left.append(any(each() is not None for each in held)))
 
     def compute() -> None:
         patches = torch.zeros(8)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from common.errors import Internal, Unavailable
-from common.process.children import HELD_UP_SECONDS
+from common.process.status import HELD_UP_SECONDS
 from llm_service.engine.messages import AdapterRead, Add, Beat, DropAdapter, LoadAdapter, State
 from llm_service.engine_client import processes
 from llm_service.engine_client.client import EngineClient

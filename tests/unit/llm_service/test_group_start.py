@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from torch.distributed import TCPStore
 
-from common.process.children import HELD_UP_SECONDS
+from common.process.status import HELD_UP_SECONDS
 from llm_service.config import LlmConfig, Meeting
 from llm_service.settings import RankPlace
 from llm_service.worker import heartbeat

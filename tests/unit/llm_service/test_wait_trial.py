@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 pytest.importorskip("triton")
 
 from benchmarks.step_host import NoGraph, runner_of
-from common.gpu.graphs import told_waits
+from common.gpu.device import told_waits
 from llm_service.plan import Draw, StepPlan
 from llm_service.worker.memory import prompt
 from llm_service.worker.model_runner import Launched, ModelRunner

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from common.aio import tasks
-from common.process.children import Child, ChildDied, ChildProcess, is_held_up, is_stopped
+from common.process.children import Child, ChildDied, ChildProcess
 from common.process.stacks import Stacks
+from common.process.status import is_held_up, is_stopped
 from common.shm.arena import SharedBuffer
 from tests.launch import ROOT, command_line, descendants
 from tests.unit.common.echo_child import Do, Say
