@@ -186,7 +186,8 @@ class Generator:
             layout = await self._layout(pieces, headers_of(fetches), short=short)
             if request.truncation is not None and len(layout.ids) > request.truncation.tokens:
                 layout = await _computed(self._prompts.truncated, layout, request.truncation, at_once=short)
-                pieces = [] if layout.spans else [layout.ids]  # as if a caller had cut it
+                # As if a caller had cut it; beside media no pieces say what is left.
+                pieces = [] if layout.spans else [layout.ids]
             self._check_length(request, layout)
             counting = request, layout, choices
             thinking = await _computed(self._constraints.count_reasoning, *counting, at_once=not request.resume)
@@ -259,7 +260,7 @@ class Generator:
         size = self._engine.reusable_block_size
         asked_to = isinstance(request.prompt, PiecesPrompt)  # another service asks, which may be one of those
         answers = request.pooling is None and not asked_to
-        if self.prefills is None or size is None or not answers or _is_computed_whole(request):
+        if self.prefills is None or size is None or not pieces or not answers or _is_computed_whole(request):
             return 0
         keys = [header.key for header in headers_of(fetches)]
         return await self.prefills.bring(request, pieces, keys, _reusable(identities, layout, size))

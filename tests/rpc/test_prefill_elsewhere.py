@@ -187,6 +187,18 @@ def test_prompts_that_lack_little_are_computed_here(both: Pair, apart: Services)
     assert apart.text.get_load().prefills_elsewhere == before
 
 
+def test_a_prompt_with_a_picture_that_is_cut_is_computed_here(both: Pair, apart: Services) -> None:
+    """Its pieces are those of the whole prompt; of a text that is cut the tokens are sent."""
+    words, before = "First a good deal of it goes, " * 20, apart.text.get_load()
+    shown = asked(user(words, image(FIRST), "and this stays, " * 9), truncate_prompt_tokens=140)
+    assert tokens(apart.text, shown) == tokens(both.text, shown)
+    assert apart.text.get_load().prefills_elsewhere == before.prefills_elsewhere
+    told = asked(user(words), truncate_prompt_tokens=140)
+    assert answer(apart.text, told).usage.cached_tokens == 128
+    after = apart.text.get_load()
+    assert (after.prefills_elsewhere, after.prefills_failed) == (before.prefills_elsewhere + 1, before.prefills_failed)
+
+
 def test_metrics_and_status_tell_of_it(apart: Services) -> None:
     answer(apart.text, asked(about(FIRST, "Counted, " * 30)))
     here, there = scrape(apart.borrower.metrics), scrape(apart.lender.metrics)
