@@ -51,7 +51,7 @@ class InTurn:
     def adapt(self, order: AdapterOrder) -> None:
         """Keeps what an adapter is."""
         if isinstance(order, RemoveAdapter):
-            del self.adapters[order.number]
+            self.adapters.pop(order.number, None)  # it may be let go of before it has been read
         else:
             assert order.number not in self.adapters
             self.adapters[order.number] = order.adapter.digest
