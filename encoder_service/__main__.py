@@ -12,7 +12,8 @@ from common.rpc.forks import keep_grpc_out
 
 
 def main(*, worker: str = "encoder_service.worker") -> None:
-    """Serves until a signal comes; exits with 1 and one line where it cannot begin. Device workers run `worker`."""
+    """Serves until a signal arrives; exits with 1 and one line if it cannot start. Device workers run the module
+    `worker`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
     prepare()
     keep_grpc_out()

@@ -13,9 +13,9 @@ from encoder_service.media.limits import MediaLimits
 
 PREFIX = "TWINLENS_ENCODER"
 _FEWEST_DECODERS, _MOST_DECODERS = 2, 8
-"""Of two, one is kept for pictures. So many keep up with a GPU, and each has memory of its own."""
+"""One of them is reserved for pictures. This many keep up with a GPU, and each has its own memory."""
 _LEAST_DECODER_BYTES, _MOST_DECODER_BYTES = 1 << 30, 4 << 30
-"""A third of a GiB is mapped before any file is there; a video in 4K takes 1.6 GiB, with eight threads 2."""
+"""A third of a GiB is mapped before any file is read; a 4K video takes 1.6 GiB, with eight threads 2 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
     )
 
     def validate(self) -> None:
-        """Raises ValueError where options contradict each other."""
+        """Raises ValueError if options contradict each other."""
         if not self.model:
             raise ValueError("--model is needed: a checkpoint's folder, or its name on the Hugging Face hub")
         if self.device != "auto":
@@ -176,7 +176,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
             raise ValueError(f"--shared-store: {error}") from None
 
     def decoders(self) -> int:
-        """How many decode processes there are."""
+        """The number of decode processes."""
         return self.decode_processes or min(max(_FEWEST_DECODERS, usable_cores() - self.workers), _MOST_DECODERS)
 
     def decoder_bytes(self) -> int:
@@ -186,7 +186,7 @@ class EncoderConfig(ServerConfig, MediaLimits, FetchConfig):
         return self.decode_memory_bytes or min(share, _MOST_DECODER_BYTES)
 
     def graph_budgets(self) -> list[int] | None:
-        """The patch budgets of `graphs`: none where they are off, None for auto. Raises ValueError."""
+        """The patch budgets of `graphs`: empty if they are off, None for auto. Raises ValueError."""
         if self.graphs in ("auto", "off"):
             return None if self.graphs == "auto" else []
         numbers = words(self.graphs)

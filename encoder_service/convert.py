@@ -38,7 +38,8 @@ def check_items(items: Sequence[media_pb2.Media], limits: MediaLimits) -> None:
 
 
 def check_lists(request: encoder_pb2.EncodeRequest) -> None:
-    """Raises InvalidInput unless there are first and end rows for each item or for none, and few of everything else."""
+    """Raises InvalidInput unless there are first and end rows for each item or for none, and few elements in all other
+    lists."""
     for given, field in ((request.accepts, "accepts"), (request.host.gpu_uuids, "host.gpu_uuids")):
         if len(given) > _MAX_TRANSPORTS:
             raise InvalidInput(f"{field} may hold {_MAX_TRANSPORTS}", reason="TOO_MANY_TRANSPORTS", field=field)
@@ -49,15 +50,15 @@ def check_lists(request: encoder_pb2.EncodeRequest) -> None:
 
 
 def without_items(request: encoder_pb2.EncodeRequest) -> encoder_pb2.EncodeRequest:
-    """Everything else that a request says. A message keeps all of its bytes for as long as there is any of it."""
+    """A request without its items. A message keeps all of its bytes as long as any part of it is referenced."""
     return encoder_pb2.EncodeRequest(
         **{field.name: value for field, value in request.ListFields() if field.name != "items"}
     )
 
 
 def read_stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) -> tuple[int, int]:
-    """The first row of an item that the caller wants, and the one before which to stop; raises InvalidInput where the
-    item has no such stretch."""
+    """The first row of an item that the caller wants, and the one before which to stop; raises InvalidInput if the item
+    has no such rows."""
     first = request.first_rows[index] if request.first_rows else 0
     if not 0 <= first <= tokens:
         raise InvalidInput("the item has no such row", reason="BAD_FIRST_ROW", field=f"first_rows[{index}]")
@@ -87,7 +88,7 @@ def read_item(message: media_pb2.Media, index: int, salt: str, priority: int, se
 def read_items(
     given: Sequence[media_pb2.Media], salt: str, priority: int, served: Collection[Modality], connection: str = ""
 ) -> list[ItemOrError]:
-    """Every item of a request that came over a connection, or what is wrong with it."""
+    """Each item of a request that came over a connection, or the error in it."""
     host = connection.rpartition(":")[0]  # without its port
     found: list[ItemOrError] = []
     for index, media in enumerate(given):
@@ -120,7 +121,7 @@ def read_leases(request: encoder_pb2.ReleaseRequest) -> Sequence[str]:
 
 
 def write_shared_load(counts: Mapping[str, int] | None) -> encoder_pb2.SharedStoreLoad | None:
-    """What the shared store did, as it travels; None where there is none."""
+    """The shared store's counters as a message; None without a shared store."""
     if counts is None:
         return None
     names = ("hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
@@ -152,7 +153,7 @@ def write_error(index: int, failure: TwinlensError) -> encoder_pb2.EncodeError:
 
 
 def _check(media: Media, field: str) -> None:
-    """What of a message contradicts itself; how large things are, `media.limits` checks."""
+    """Checks a message for contradictions; sizes are checked by `media.limits`."""
     source, options = media.source, media.options
     if media.mime_type and not isinstance(source, Encoded | Url):
         raise InvalidInput("a MIME type goes only with encoded bytes", reason="BAD_OPTION", field=f"{field}.mime_type")

@@ -32,8 +32,8 @@ PROGRESS_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The item at `index` of a call, or what is wrong with it; the `request` says all else. Rows leave in runs, each by
-    the shortest way that is open when it leaves; while one crosses, those behind it gather for the next."""
+    """Delivers the item at `index` of a call, or its error; `request` has everything else. Rows are sent in runs, each
+    by the shortest transport open at that time; rows that arrive meanwhile gather for the next run."""
 
     encoder: EncoderEngine
     transports: Transports
@@ -44,7 +44,7 @@ class Delivery:
     began: float = field(default_factory=time.perf_counter)
     """When the call came."""
     transfer: Stage = field(default_factory=lambda: Stage(0.0))
-    """The time for which rows were on their way."""
+    """The time that rows spent in transfer."""
     failure: str = ""
     """The reason of the error that it got."""
     rows: int = 0
@@ -53,14 +53,14 @@ class Delivery:
     """Of each stage, once all is sent."""
 
     async def run(self, send: Send[Event]) -> None:
-        """Sends the item's events, of which its failure is one."""
+        """Sends the item's events; a failure is one of them."""
         try:
             if isinstance(self.item, TwinlensError):
                 raise self.item
             async with self.encoder.ticket(self.item, rows=not self.request.header_only) as ticket:
                 await self._deliver(ticket, send)
         except TwinlensError as failure:
-            without_traces(failure)  # a task of ours may have raised it, in whose frames the item is
+            without_traces(failure)  # it may come from a task of ours, whose frames hold the item
             self.failure = failure.reason
             self.meters.failed(failure.reason)
             tracing.failed(failure.reason)
@@ -101,7 +101,7 @@ class Delivery:
                 async for chunk in chunks:
                     if isinstance(chunk, bytes):
                         await send(chunk)
-                    else:  # rows that are handed over, with what tells whether the message was damaged on the way
+                    else:  # handed-over rows come with a checksum for the message
                         add_checksum(chunk)
                         await send(encoder_pb2.EncodeResponse(rows=chunk))
             spans.append(("transfer", started, time.perf_counter()))
@@ -115,7 +115,7 @@ class Delivery:
         tracing.record(spans)
 
     async def _until(self, what: Awaitable[object], ticket: Ticket, send: Send[Event]) -> None:
-        """Says that the item is alive, every now and then, until `what` has come; raises what it raises."""
+        """Sends keep-alive events until `what` has completed; raises its error."""
         task = asyncio.ensure_future(what)
         try:
             while not (await asyncio.wait({task}, timeout=PROGRESS_SECONDS))[0]:
@@ -128,7 +128,7 @@ class Delivery:
 
 
 def log_deliveries(deliveries: Sequence[Delivery]) -> None:
-    """Has the line about their call say what came of its items: the call itself ends well though an item fails."""
+    """Adds the outcome of its items to a call's log line: a call ends well even if an item fails."""
     seconds = Counter[str]()
     for each in deliveries:
         seconds.update(each.seconds)

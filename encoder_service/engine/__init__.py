@@ -1,1 +1,1 @@
-"""The engine: it decides what is computed when, and keeps what was. It has no torch."""
+"""The engine: it decides what is computed when, and keeps the results. It does not import torch."""

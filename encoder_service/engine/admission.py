@@ -1,4 +1,4 @@
-"""How much is held at once: items, and the bytes of their content."""
+"""Bounds how much is held at once: items, and the bytes of their content."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from common.errors import Exhausted
 
 
 class Reservation:
-    """Bytes that count as held until the last of its holders has let go: a caller, inside `Admission.reserve`, others
-    who want what they are, and what is made of them."""
+    """Bytes that count as held until the last holder has released them: a caller inside `Admission.reserve`, others who
+    need the content, and whatever is made from it."""
 
     def __init__(self, admission: Admission, size: int, field: str) -> None:
         self._admission = admission
@@ -20,7 +20,7 @@ class Reservation:
         self.holders = 1
 
     def resize(self, size: int) -> None:
-        """The item holds this many bytes after all; raises Exhausted where that is too much."""
+        """Changes the number of bytes; raises Exhausted if that is too much."""
         if size > self.size:
             self._admission.check_bytes(size, self._field, of_which_held=self.size)
         self._admission.bytes += size - self.size
@@ -51,7 +51,7 @@ class Admission:
 
     @contextmanager
     def reserve(self, size: int, field: str) -> Iterator[Reservation]:
-        """Room for an item, for the length of the block; raises Exhausted at once where there is none."""
+        """Reserves room for an item for the duration of the context; raises Exhausted at once if there is none."""
         if self.items >= self._max_items:
             raise _full(field)
         self.check_bytes(size, field)
@@ -68,11 +68,11 @@ class Admission:
                 self._empty.set()
 
     def for_all(self, field: str) -> Reservation:
-        """One of nothing yet, and of no item's place, for content that stays when whoever brought it leaves."""
+        """An empty reservation that does not count as an item, for content that stays when its caller leaves."""
         return Reservation(self, 0, field)
 
     def check_bytes(self, size: int, field: str, *, of_which_held: int = 0) -> None:
-        """Raises Exhausted where an item of so many bytes is too much beside the others."""
+        """Raises Exhausted if an item of so many bytes is too much beside the others."""
         others = self.bytes - of_which_held
         if size and others and others + size > self._max_bytes:
             raise _full(field)
@@ -82,7 +82,7 @@ class Admission:
         await self._empty.wait()
 
     def check_idle(self) -> None:
-        """Raises AssertionError where something is held."""
+        """Raises AssertionError if something is held."""
         assert not self.items, "an item was not signed out"
         assert not self.bytes, "bytes were not signed out"
 

@@ -1,4 +1,5 @@
-"""What the dispatcher remembers of batches: totals, how long they take, and what was there when a worker died."""
+"""What the dispatcher remembers of batches: totals, how long they take, and which items were there when a worker
+died."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from time import monotonic
 _KEPT = 0.8
 """The share of a figure that remains after the next one: about ten batches are remembered."""
 _HUNG = 20
-"""A worker that takes this many times what recent batches make one expect has hung."""
+"""A worker hangs if it takes so many times as long as recent batches suggest."""
 _LEARNT = 8
 """Batches before expectations count."""
 _REMEMBERED = 1024
-"""Items that were there when a worker died."""
+"""Items remembered from deaths of workers."""
 _QUARANTINE = 60.0
-"""Seconds for which poison is refused, from the last death over it on."""
+"""Seconds for which an item that kills workers is refused, from the last death on."""
 
 
 @dataclass(slots=True)
@@ -35,8 +36,8 @@ class BatchTotals:
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """What a worker has computed in a pass, a batch or a part of one. `fill` is its share of the patches that one may
-    have."""
+    """What a worker has computed in one pass, a batch or a part of one. `fill` is its share of the largest possible
+    number of patches."""
 
     units: int
     patches: int
@@ -46,7 +47,7 @@ class BatchStats:
 
 
 class Pace:
-    """How long patches take on one worker, learnt from what was computed lately."""
+    """How long patches take on one worker, learned from recent batches."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -54,24 +55,23 @@ class Pace:
         self.batches = 0
 
     def learn(self, patches: int, seconds: float) -> None:
-        """A batch of so many patches took so long on a worker."""
+        """Records the time of a batch with so many patches."""
         self._seconds = _KEPT * self._seconds + seconds
         self._patches = _KEPT * self._patches + patches
         self.batches += 1
 
     def seconds(self, patches: int) -> float | None:
-        """What so many patches should take on one worker; None before anything was learnt."""
+        """The expected seconds for so many patches on one worker; None before the first batch."""
         return self._seconds / self._patches * patches if self._patches else None
 
     def patches(self, seconds: float) -> int | None:
-        """How many patches one worker should get through in so many seconds, the last one perhaps not whole; None
-        before anything was learnt. Where a pass takes a time of its own beside that of its patches, passes that are
-        shorter than wished make the next one larger, until they are as long."""
+        """How many patches one worker computes in so many seconds, not necessarily whole passes; None before the first
+        batch. If a pass has a fixed cost, passes that turn out too short make the next one larger."""
         return math.ceil(seconds * self._patches / self._seconds) if self._seconds else None
 
     def limit(self, patches: int, patience: float, max_seconds: float) -> float:
-        """Seconds after which a worker that still computes so many patches has hung: `patience` at least, and
-        `max_seconds` as long as too little was learnt."""
+        """Seconds after which a worker with so many patches is considered hung: at least `patience`, and `max_seconds`
+        while too little is known."""
         expected = self.seconds(patches)
         if expected is None or self.batches < _LEARNT:
             return max_seconds
@@ -85,11 +85,11 @@ class _Suspect:
 
 
 class Suspects:
-    """Items that were with a worker when it died: they run alone, and a second death makes one poison for a minute. It
-    is tried again then, still alone: what ended the workers may have been something else.
+    """Items that were with a worker when it died: they run alone, and a second death gets them refused for a minute.
+    After that they are tried again, alone, since something else may have killed the workers.
 
-    Of each death are kept, by content key, the parts of the item (by their first frame group) that were there and have
-    not been computed since: an innocent neighbour is cleared by its next run, each part of a video by its own.
+    For each death, the parts of the items (by first frame group) that were there are kept, by content key, until they
+    have been computed: an innocent neighbour is cleared by its next run, and a video part by part.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:

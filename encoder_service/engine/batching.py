@@ -1,4 +1,4 @@
-"""Which of the waiting units run next, on which worker: by patches, oldest first, no one forever.
+"""Chooses which waiting units run next, and on which worker: by patches, oldest first, without starvation.
 
 A unit is one item, or some frame groups of a video. Batches are bounded in patches and in units.
 """
@@ -16,13 +16,13 @@ from encoder_service.worker.messages import Piece
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Something to compute. `done` is set once, when no worker can write its rows any more.
+    """A unit of work. `done` is set once, when no worker can write its rows any more.
 
-    Of an item's frame groups it has those from `first_group` on. `number` says how old it is; `started_at` when a
-    worker first got it, 0 before; `preprocess` the seconds that its batch's pixels took to become patches; `passed` how
-    often others went while it waited. One that is `alone` shares a batch with nothing: it was there when a worker died.
-    `copy` is where its rows are, or are being written, in the worker's own memory; None where they are in the arena
-    alone, as those are that are not `pooled`.
+    It has an item's frame groups from `first_group` on. `number` is its age; `started_at` is when a worker first got
+    it, 0 before; `preprocess` is the time in seconds that its batch's pixels took to become patches; `passed` counts
+    how often later units went first. A unit that is `alone` shares a batch with no other: it was there when a worker
+    died. `copy` is where its rows are, or are being written, in the worker's own memory; None if they are only in the
+    arena, as for units that are not `pooled`.
     """
 
     key: bytes
@@ -63,9 +63,9 @@ def order(unit: Unit) -> tuple[bool, int, int]:
 def assemble(waiting: Sequence[Unit], workers: int, budget: int, max_units: int) -> list[list[Unit]]:
     """Batches for `workers` idle workers: at most one each, of at most `budget` patches and `max_units` units.
 
-    The very first in order always goes, even if it is larger than the budget; those after it go where they fit. What
-    was chosen is spread largest first, each to the worker with the least: sizes 1000 100 200 50 on two
-    workers become [1000] and [200 100 50].
+    The first unit always goes, even if it exceeds the budget; later ones go if they fit. The chosen units are
+    distributed largest first, each to the worker with the fewest patches: sizes 1000 100 200 50 on two workers become
+    [1000] and [200 100 50].
     """
     if not waiting or workers < 1:
         return []
@@ -88,9 +88,10 @@ def assemble(waiting: Sequence[Unit], workers: int, budget: int, max_units: int)
 
 
 def assemble_full(waiting: Sequence[Unit], budget: int, max_units: int) -> list[Unit]:
-    """A batch for a worker that is still busy: empty unless it is so full that what comes later could hardly be added.
+    """A batch for a worker that is still busy: empty unless it is so full that later arrivals could hardly be added.
 
-    Nothing is chosen past a unit that must run alone, since a busy worker that always has a next batch is never idle.
+    No unit behind one that must run alone is chosen, since a busy worker that always has a next batch never becomes
+    idle.
     """
     if any(unit.alone for unit in waiting):
         return []
@@ -100,10 +101,10 @@ def assemble_full(waiting: Sequence[Unit], budget: int, max_units: int) -> list[
 
 
 def cut(grid: Grid, budget: int, workers: int, worth: int) -> list[tuple[int, int]]:
-    """Cuts a grid at frame groups into runs [first, end), since attention never crosses one.
+    """Cuts a grid at frame groups into runs [first, end), since attention never crosses these.
 
-    A run has at most `budget` patches, or one group. With several workers there is a run for each, as long as a run
-    keeps `worth` patches. A grid of 5 groups of 100 patches, budget 250, one worker: (0, 2) (2, 4) (4, 5).
+    A run has at most `budget` patches, or one group. With several workers there is a run for each, as long as each has
+    `worth` patches. 5 groups of 100 patches, budget 250, one worker: (0, 2) (2, 4) (4, 5).
     """
     group = grid.h * grid.w
     max_groups = max(1, budget // group)

@@ -1,4 +1,4 @@
-"""An item's content and its key: downloads shared by all who want the same address, hashing off the event loop."""
+"""An item's content and its key: downloads shared by all who want the same address, and hashing off the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from encoder_service.media.modalities import SPECS
 
 
 class Contents:
-    """Brings what items name, for which `admission` has room, and names what they bring. `digest` is the tower's."""
+    """Fetches the content of items, if `admission` has room, and computes keys. `digest` is the tower's."""
 
     def __init__(self, fetcher: Fetcher, media_limits: MediaLimits, digest: str, admission: Admission) -> None:
         self._fetcher = fetcher
@@ -29,16 +29,16 @@ class Contents:
         self._downloads = Downloads(fetcher, admission)
 
     def check(self, item: Item) -> None:
-        """Checks what can be checked at once. Raises InvalidInput, or Forbidden for an address that is not allowed."""
+        """Checks what needs no content. Raises InvalidInput, or Forbidden for an address that is not allowed."""
         check_item(item, self._limits)
         if isinstance(item.source, Url) and not data_url.is_data(item.source.address):
             self._fetcher.check(item.source.address, f"{item.field}.url")
 
     @asynccontextmanager
     async def fetched(self, item: Item, own: Reservation | None) -> AsyncIterator[tuple[Item, Reservation]]:
-        """The item with its content in the place of its address, and the room of that, which others may hold beyond the
-        block. `own` is of a caller who is still there, and holds the address. Raises as `Downloads.content` and
-        `check_item`."""
+        """The item with its content instead of its address, and the content's reservation, which others may hold beyond
+        the context. `own` is the reservation of a caller who is still there and holds the address. Raises as
+        `Downloads.content` and `check_item`."""
         assert isinstance(item.source, Url)
         if data_url.is_data(item.source.address):
             room = own.hold() if own is not None else self._admission.for_all(item.field)
@@ -48,7 +48,7 @@ class Contents:
                 room.let_go()
             return
         if own is not None:
-            own.resize(0)  # what counts from now on is what is there
+            own.resize(0)  # from now on the content counts instead
         max_bytes = SPECS[item.modality].max_bytes(self._limits)
         async with self._downloads.content(item, max_bytes) as (content, room):
             yield self._checked(dataclasses.replace(item, source=content)), room
@@ -72,5 +72,5 @@ class Contents:
         )
 
     def check_idle(self) -> None:
-        """Raises AssertionError where a download goes on."""
+        """Raises AssertionError if a download is in progress."""
         self._downloads.check_idle()

@@ -1,6 +1,5 @@
-"""Rows in the device workers' own memory, for readers that share a GPU with a worker: which bytes of which pool hold
-which rows. They are in the store's arena in any case, so room is never waited for: who finds no slice reads them there.
-"""
+"""Rows in the device workers' own memory, for readers on the same GPU: which bytes of which pool hold which rows. They
+are in the store's arena as well, so nobody waits for room: a reader without a slice reads them there."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Slice:
 
 
 class DevicePool:
-    """One worker's pool. `name` is never used again; `handle` opens it, on the device whose UUID is `device`."""
+    """One worker's pool. `name` is never reused; `handle` opens it, on the device with UUID `device`."""
 
     def __init__(self, made: PoolMade, row_bytes: int) -> None:
         self.name = f"pool-{secrets.token_hex(8)}"
@@ -71,8 +70,8 @@ class DevicePool:
         return self._ranges.capacity
 
     def allocate(self, rows: int) -> Slice | None:
-        """Room for rows that are sent to the worker, pinned once; None, and nothing evicted, where what is being read
-        leaves too little."""
+        """Room for rows that are sent to the worker, pinned once; None, without evicting anything, if pinned slices
+        leave too little."""
         if self.lost:
             return None
         oldest = (each.span.offset for each in self._slices if not each.pins)
@@ -93,7 +92,7 @@ class DevicePool:
         return None if slice_.pins else (0, self._slices[slice_])
 
     def pin(self, slice_: Slice) -> None:
-        """Keeps a slice where it is, until `unpin`; it becomes the most recently used."""
+        """Pins a slice until `unpin`; it becomes the most recently used."""
         assert slice_.kept, "this slice is free"
         slice_.pins += 1
         self._slices.move_to_end(slice_)
@@ -113,13 +112,13 @@ class DevicePool:
             slice_.kept = False
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where ranges and slices disagree."""
+        """Raises AssertionError if ranges and slices disagree."""
         self._ranges.check_integrity()
         assert self._at == {slice_.span.offset: slice_ for slice_ in self._slices}, "a slice is elsewhere"
         assert sum(aligned(slice_.span.size) for slice_ in self._slices) == self.used, "a range has no owner"
 
     def check_idle(self) -> None:
-        """The same, and where something is still held."""
+        """The same, and if something is still held."""
         self.check_integrity()
         assert not any(slice_.pins for slice_ in self._slices), "a slice is still pinned"
 
@@ -133,7 +132,7 @@ class DevicePool:
 
 @dataclass(slots=True)
 class DevicePools:
-    """The pools of the workers that live. `on_lost` is called for one whose worker is gone, before anything else."""
+    """The pools of live workers. `on_lost` is called first for a pool whose worker is gone."""
 
     row_bytes: int
     on_lost: Callable[[DevicePool], None] = lambda _: None
@@ -155,11 +154,11 @@ class DevicePools:
             self.on_lost(pool)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where a pool's parts disagree."""
+        """Raises AssertionError if a pool's parts disagree."""
         for pool in self.alive:
             pool.check_integrity()
 
     def check_idle(self) -> None:
-        """The same, and where something is still held."""
+        """The same, and if something is still held."""
         for pool in self.alive:
             pool.check_idle()

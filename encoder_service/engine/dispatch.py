@@ -1,7 +1,6 @@
-"""Who computes what: batches go out to whichever worker is idle; the work of one that dies goes elsewhere.
+"""Gives batches to idle workers; the work of one that dies goes to another.
 
-A unit's future is done only when no worker can write its rows any more, so that its owner may then give its memory
-back.
+A unit's future completes only when no worker can write its rows any more, so that its owner may then free its memory.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _log = log.get("dispatch")
 class Dispatcher:
     """Runs units on `settings`, one worker each. `start` and `stop` are its owner's.
 
-    A batch has at most `budget` patches and `max_units` units, and no more patches than a worker of late got through in
-    `pass_seconds` (0: that does not count): who comes meanwhile, and who shares the processor, waits no longer than
-    that. One unit is a batch at least, and no more than that is one before any pace is known.
+    A batch has at most `budget` patches and `max_units` units, and at most as many patches as a worker recently computed
+    in `pass_seconds` (0: no such bound), so that later arrivals, and others on the same processor, wait no longer than
+    that. A batch has at least one unit, and only one before any pace is known.
 
-    A batch that takes longer than `seconds` ends its worker. So does one that takes 20 times what was expected of it,
-    and at least `patience` seconds, unless it holds a unit that has cost a worker its life before: such a unit is
-    refused for a minute when it happens again, which a slow machine must not bring about. A worker runs `module` and is
-    ready within `start_seconds`, or is taken not to start. `stall` and `longest_pause` are as in `Workers`.
+    A batch that takes longer than `seconds` gets its worker killed. So does one that takes 20 times as long as expected,
+    and at least `patience` seconds, unless it holds a unit that has killed a worker before: a second death gets such a
+    unit refused for a minute, which a slow machine must not cause. A worker runs `module`, and fails to start if it is
+    not ready within `start_seconds`. `stall` and `longest_pause` are as in `Workers`.
 
-    `on_change` is called whenever the number of live workers changes, `on_batch` for each pass that was computed.
-    `die` ends this process, where the dispatcher has a defect: units would wait for it in vain.
+    `on_change` is called when the number of live workers changes, `on_batch` for each computed pass. `die` ends this
+    process if the dispatcher has a defect, since units would wait for it in vain.
     """
 
     def __init__(
@@ -89,12 +88,12 @@ class Dispatcher:
         self.totals = BatchTotals()
 
     async def start(self) -> None:
-        """Starts every worker; raises WorkerError where one cannot."""
+        """Starts all workers; raises WorkerError if one cannot start."""
         await self._workers.start()
         self._on_change(self.alive)
 
     async def stop(self) -> None:
-        """Ends every worker, fails what was left, and returns when the processes are gone."""
+        """Stops all workers and fails the remaining units; returns when the processes are gone."""
         await self._workers.stop()
         left = [unit for slot in self._workers.slots for unit in slot.take_all()]
         self._fail([*left, *self._drop_waiting()], Unavailable("the service is stopping", reason="STOPPING"))
@@ -106,12 +105,12 @@ class Dispatcher:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which workers had a batch to compute, all together; those of a batch under way so far included."""
+        """Seconds in which workers had a batch to compute, over all workers, including batches in progress."""
         return self._workers.busy_seconds
 
     @property
     def devices(self) -> list[str]:
-        """Where each worker computes."""
+        """The device of each worker."""
         return [each.device for each in self._workers.settings]
 
     @property
@@ -131,8 +130,8 @@ class Dispatcher:
         return self._budget if patches is None else min(self._budget, patches)
 
     def estimate(self) -> float | None:
-        """Seconds until all that is here has been computed, by the pace of late, or as long as each worker has computed
-        by now: what hangs takes longer than what came before it. None where that is not known."""
+        """Seconds until everything here has been computed, by the recent pace, but at least as long as each worker has
+        computed by now: what hangs takes longer than earlier batches. None if unknown."""
         patches = sum(unit.patches for unit in (*self._waiting, *self.running))
         seconds = self._pace.seconds(patches)
         if seconds is None or not self.alive:
@@ -140,7 +139,7 @@ class Dispatcher:
         return max(seconds / self.alive, min(slot.computing_seconds for slot in self._workers.slots if slot.child))
 
     def check(self, key: bytes) -> None:
-        """Raises where an item cannot be computed: it ends workers, or there is none."""
+        """Raises an error if an item cannot be computed: it kills workers, or there is none."""
         if self._suspects.is_poison(key):
             raise _poison()
         if not self.alive:
@@ -149,10 +148,10 @@ class Dispatcher:
     def submit(
         self, key: bytes, piece: Piece, patches: int, priority: int, first_group: int = 0, *, pooled: bool = True
     ) -> Unit:
-        """Queues a unit: the frame groups of an item from `first_group` on; its rows go to the worker's pool as well,
-        where it has one, if they are `pooled`.
+        """Queues a unit: the frame groups of an item from `first_group` on. If `pooled`, its rows also go to the
+        worker's pool, if it has one.
 
-        `done` raises Unavailable where every worker died, Internal where it cannot be computed.
+        `done` raises Unavailable if all workers died, Internal if the unit cannot be computed.
         """
         self.check(key)
         self._number += 1
@@ -166,7 +165,7 @@ class Dispatcher:
         return unit
 
     def withdraw(self, unit: Unit) -> bool:
-        """Takes a unit back that no worker has; False where one has it."""
+        """Removes a unit from the queue; False if a worker has it."""
         if unit not in self._waiting:
             return False
         self._waiting.remove(unit)
@@ -174,20 +173,20 @@ class Dispatcher:
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where a unit is in two places, or has ended and is still there."""
+        """Raises AssertionError if a unit is in two places, or has ended and is still there."""
         units = [*self._waiting, *self.running]
         assert len(units) == len(set(map(id, units))), "a unit is in two places"
         assert not any(unit.done.done() for unit in units), "a unit has ended and is still there"
         self.pools.check_integrity()
 
     def check_idle(self) -> None:
-        """The same, and where a unit waits, or something is still held."""
+        """The same, and if a unit waits, or something is still held."""
         self.check_integrity()
         assert not self._waiting, "a unit waits for nobody"
         self.pools.check_idle()
 
     def _pump_soon(self) -> None:
-        """Sends batches at the end of this turn of the loop, so that what comes together goes together."""
+        """Sends batches at the end of this turn of the loop, so that items that arrive together go together."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump_now)
@@ -200,7 +199,7 @@ class Dispatcher:
             self._die()
 
     def _pump(self) -> None:
-        """Work for idle workers; then, for those that look ahead, full batches for afterwards."""
+        """Gives batches to idle workers, then full next batches to workers that look ahead."""
         self._pumping = False
         idle, budget = self._workers.idle, self.pass_patches
         max_units = self._max_units if self._pace.batches or not self._pass_seconds else 1
@@ -228,7 +227,7 @@ class Dispatcher:
         slot.child.send(Batch([unit.piece for unit in batch]))
 
     def _limit(self, batch: Sequence[Unit]) -> float:
-        """Seconds after which a worker that has not answered is taken to have hung."""
+        """Seconds after which a worker that has not answered is considered hung."""
         if any(unit.alone for unit in batch):
             return self._seconds
         return self._pace.limit(sum(unit.patches for unit in batch), self._patience, self._seconds)

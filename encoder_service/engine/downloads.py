@@ -1,4 +1,4 @@
-"""Downloads that are under way, each for all who want the same content, and the room that it takes."""
+"""Downloads in progress, each shared by all who want the same content, and the memory they take."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class _Download:
 
 
 class Downloads:
-    """Fetches an address once for all who want it at the same time; a download ends when the last of them has left.
+    """Fetches an address once for all who want it at the same time; a download is cancelled when the last of them
+    leaves.
 
-    What comes counts as held by `admission` from when its size is known, or else as it comes, once for all of them.
+    Its content counts as held by `admission` once its size is known, or as it arrives, once for all of them.
     """
 
     def __init__(self, fetcher: Fetcher, admission: Admission) -> None:
@@ -33,8 +34,8 @@ class Downloads:
 
     @asynccontextmanager
     async def content(self, item: Item, max_bytes: int) -> AsyncIterator[tuple[bytearray, Reservation]]:
-        """What an item's address gives, and its room, which others may hold beyond the block. Raises as
-        `Fetcher.fetch`, and Exhausted where there is no room."""
+        """The content at an item's address, and its reservation, which others may hold beyond the context. Raises as
+        `Fetcher.fetch`, and Exhausted if there is no room."""
         assert isinstance(item.source, Url)
         name, field = (item.source.address, item.salt, item.modality), f"{item.field}.url"
         one = self._running.get(name)
@@ -58,5 +59,5 @@ class Downloads:
                     del self._running[name]
 
     def check_idle(self) -> None:
-        """Raises AssertionError where a download goes on."""
+        """Raises AssertionError if a download is in progress."""
         assert not self._running, "a download has no end"

@@ -1,4 +1,4 @@
-"""Who gets what: admission, content keys, the store, and one flight for all who want the same item.
+"""Coordinates admission, content keys, the store, and one flight for all who want the same item.
 
 Each caller holds a `Ticket`; when the last ticket of a flight is gone, the flight is dropped.
 """
@@ -32,10 +32,10 @@ _log = log.get("encode")
 
 
 class EncoderEngine:
-    """The engine. It owns none of its parts; the server starts and stops them.
+    """The engine. Its parts are owned, started and stopped by the server.
 
-    At most as much as `admission` has room for is held at once. A video of which some is computed goes on for
-    `linger` seconds after its last caller has left. `counts` are totals since start.
+    `admission` bounds what is held at once. A partly computed video continues for `linger` seconds after its last
+    caller has left. `counts` are totals since start.
     """
 
     def __init__(self, pipeline: Pipeline, digest: str, admission: Admission, *, linger: float = _LINGER) -> None:
@@ -48,14 +48,14 @@ class EncoderEngine:
         self._admission = admission
         self._flights: dict[FlightKey, Flight] = {}
         self._running: set[asyncio.Task[None]] = set()
-        """Flights, those that nobody wants any more until they have ended as well, and prefetches."""
+        """Tasks of flights, of abandoned ones until they end, and of prefetches."""
 
     @asynccontextmanager
     async def ticket(self, item: Item, *, rows: bool) -> AsyncIterator[Ticket]:
-        """Holds an item for the length of the block; `rows` says whether they are wanted, or the header alone.
+        """Holds an item for the duration of the context; `rows` says whether the rows are wanted, or only the header.
 
-        Raises InvalidInput for what no limit allows, Forbidden for an address that may not be fetched, and Exhausted
-        where too much is held.
+        Raises InvalidInput if a limit is exceeded, Forbidden for an address that may not be fetched, and Exhausted if
+        too much is held.
         """
         self._contents.check(item)
         with self._admission.reserve(item.size, item.field) as reservation:
@@ -67,14 +67,14 @@ class EncoderEngine:
                 self._release(ticket)
 
     async def resolve(self, ticket: Ticket) -> Header:
-        """Learns what an item is, has its rows found or computed, and returns its header. To be called once.
+        """Returns an item's header once it is known, and has its rows found or computed. To be called once.
 
-        Raises what `Contents.fetched` does, NotFound for a key that is not here, Unavailable where nothing can be
-        computed, and whatever else the item fails with.
+        Raises as `Contents.fetched`, NotFound for a key that is not here, Unavailable if nothing can be computed, and
+        any other error of the item.
         """
         item, room = ticket.item, ticket.reservation
         async with AsyncExitStack() as fetched:
-            # 1. What an address gave before may be here still. If it is not, it is fetched, once for all who want it.
+            # 1. The rows of an address may still be here from before. If not, it is fetched, once for all who want it.
             if isinstance(item.source, Url):
                 if item.source.known_key and await self._is_known(ticket, item.source):
                     return await ticket.header()
@@ -89,20 +89,20 @@ class EncoderEngine:
             # 3. An entry of the store, or a flight.
             self._look_up(ticket, item, key)
             if ticket.flight is not None and ticket.flight.item is item:
-                room.resize(item.size)  # where it was an address, that is not held beside the content
+                room.resize(item.size)  # an address is not held beside its content
                 ticket.flight.holds(room)
-            del item  # content that another has brought already is not held beside his
-        # 4. The header, which the flight learns.
+            del item  # content that another caller brought already is not held twice
+        # 4. The header, which the flight finds out.
         return await ticket.header()
 
     async def prefetch(self, item: Item) -> tuple[Header, bool]:
-        """Starts encoding into the store; returns the header, and whether the rows were there. Raises as `ticket`."""
+        """Starts encoding into the store. Returns the header, and whether the rows were there. Raises as `ticket`."""
         known: asyncio.Future[tuple[Header, bool]] = asyncio.get_running_loop().create_future()
         self._start(self._prefetch(item, known), "prefetch")
         return await asyncio.shield(known)
 
     async def has(self, keys: Sequence[bytes], salt: str) -> list[bool]:
-        """Which keys have rows, here or in the shared store, that were made under this salt."""
+        """Which keys have rows under this salt, here or in the shared store."""
         here = [self._store.has(key, salt) for key in keys]
         elsewhere = [key for key, present in zip(keys, here, strict=True) if not present]
         shared_store = self.pipeline.shared_store
@@ -118,11 +118,11 @@ class EncoderEngine:
 
     @property
     def devices(self) -> list[str]:
-        """Where each worker computes."""
+        """The device of each worker."""
         return self.pipeline.dispatcher.devices
 
     def load(self) -> EncoderLoad:
-        """What it has to do, and has done."""
+        """The engine's current load and its totals."""
         dispatcher, store, shared_store = self.pipeline.dispatcher, self._store, self.pipeline.shared_store
         running = dispatcher.running
         return EncoderLoad(
@@ -147,20 +147,20 @@ class EncoderEngine:
         )
 
     async def flush(self) -> tuple[int, int]:
-        """Empties the store of what no one is reading: how many entries, and bytes. Its memory is the system's again
-        when this returns, unless a NIXL agent has it registered."""
+        """Drops all entries that nobody reads: returns how many entries and bytes. Their memory has been returned to
+        the system afterwards, unless a NIXL agent has it registered."""
         flushed = self._store.flush()
         await self._store.shrink()
         return flushed
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where its parts disagree."""
+        """Raises AssertionError if its parts disagree."""
         self._store.check_integrity()
         self.pipeline.media.staging.check_integrity()
         self.pipeline.dispatcher.check_integrity()
 
     def check_idle(self) -> None:
-        """Raises AssertionError where something leaked."""
+        """Raises AssertionError if something has leaked."""
         self._store.check_idle()
         self.pipeline.media.staging.check_idle()
         self.pipeline.dispatcher.check_idle()
@@ -187,7 +187,8 @@ class EncoderEngine:
         return task
 
     async def _is_known(self, ticket: Ticket, source: Url) -> bool:
-        """What an address gave before is here, or in the shared store, so that it need not be fetched."""
+        """Whether the rows of an address are here from before, or in the shared store, so that it need not be
+        fetched."""
         try:
             self._look_up(ticket, dataclasses.replace(ticket.item, source=Key(source.known_key)), source.known_key)
             if ticket.flight is not None:
@@ -199,7 +200,8 @@ class EncoderEngine:
         return True
 
     def _look_up(self, ticket: Ticket, item: Item, key: bytes) -> None:
-        """The entry of a key, pinned for the ticket, or a flight; raises NotFound for a key alone that has neither."""
+        """Finds a key's entry, pinned for the ticket, or its flight; raises NotFound for a key without content that has
+        neither."""
         entry = self._store.use(key, item.salt)
         if entry is not None and entry.header.modality is item.modality:
             self.counts["hits"] += ticket.rows
@@ -236,7 +238,7 @@ class EncoderEngine:
             return
         if flight.holds_entry:
             self._store.unpin(flight.entry.result().allocation)
-        elif flight.started:  # in part: kept for a moment, for a caller whose stream broke
+        elif flight.started:  # partly computed: kept for a moment, in case a caller's stream broke
             asyncio.get_running_loop().call_later(self._linger, self._drop, flight)
         else:
             self._drop(flight)
@@ -245,7 +247,7 @@ class EncoderEngine:
         """Ends a flight that nobody wants, unless workers have begun on all of it."""
         if not (flight.tickets or flight.all_started or flight.entry.done() or flight.task is None):
             self._forget(flight)
-            for unit in flight.units:  # at once: a worker might be given one before the task hears of it
+            for unit in flight.units:  # at once: a worker might get one before the task is cancelled
                 self.pipeline.dispatcher.withdraw(unit)
             flight.task.cancel()
 
@@ -263,7 +265,7 @@ class EncoderEngine:
             self.counts["failed"] += not isinstance(error, NotFound)  # of a key alone nothing was to be encoded
             flight.failed(error)
         except asyncio.CancelledError as left:
-            without_traces(left)  # the task keeps it, and the flight the task; behind its frames is the content
+            without_traces(left)  # the flight keeps the error, whose frames hold the content
             raise
         else:
             flight.completed(entry)

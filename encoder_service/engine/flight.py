@@ -27,7 +27,7 @@ def _future() -> asyncio.Future[Any]:
 class Flight:
     """An item that is being encoded. Everyone reads its fields; only its own methods change them.
 
-    Its task owns what is leased for it, and completes both futures.
+    Its task owns everything leased for it, and completes both futures.
     """
 
     key: bytes
@@ -35,23 +35,24 @@ class Flight:
     times: StageTimes
     priority: int
     room: Reservation | None = None
-    """Of its item's content, whoever brought it: held until its task has ended and its last caller has left."""
+    """The reservation of its content, whoever brought it: held until its task has ended and its last caller has
+    left."""
     tickets: int = 0
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Somebody wants rows, and not the header alone."""
+    """Set when somebody wants rows, not only the header."""
     address: Ticket | None = None
-    """Of a caller whose address gives the content of the key, should its rows be lost; None where no one has one."""
+    """A caller whose address gives the content of the key, in case its rows are lost; None if there is none."""
     task: asyncio.Task[None] | None = None
     header: asyncio.Future[Header] = field(default_factory=_future)
     from_shared_store: bool = False
     """The rows were in the shared store, so that nothing is computed."""
     units: list[Unit] = field(default_factory=list)
     unit_count: int = 0
-    """How many units there are going to be; 0 while that is not known."""
+    """The number of its units; 0 while unknown."""
     allocation: Allocation | None = None
-    """Where its rows are being written; None before, and once that has failed."""
+    """Where its rows are written; None before that, and after a failure."""
     landed: Progress = field(default_factory=Progress)
-    """Rows that are there, from the first on; complete once the entry is."""
+    """Rows that have been written, from the first on; complete once there is an entry."""
     entry: asyncio.Future[Entry] = field(default_factory=_future)
 
     @property
@@ -61,7 +62,7 @@ class Flight:
 
     @property
     def all_started(self) -> bool:
-        """Workers have begun on all of it, so that it runs to its end."""
+        """Whether workers have begun on all of it, so that it runs to its end."""
         return 0 < self.unit_count == sum(unit.started_at > 0 for unit in self.units)
 
     @property
@@ -70,8 +71,8 @@ class Flight:
         return self.entry.done() and not self.entry.cancelled() and self.entry.exception() is None
 
     async def more(self, first: int) -> None:
-        """Returns once more than `first` rows are there. Raises what the item fails with, also where such rows were
-        there and have been given up since."""
+        """Waits until more than `first` rows have been written. Raises the item's error, also if such rows were there
+        and have been given up."""
         await self.landed.reach(first + 1)
         if self.allocation is None:
             await asyncio.shield(self.entry)
@@ -87,7 +88,7 @@ class Flight:
             self.wanted.set()
 
     def leave(self) -> None:
-        """A caller lets go of it."""
+        """A caller releases it."""
         self.tickets -= 1
         self._let_content_go()
 
@@ -106,13 +107,13 @@ class Flight:
         self.room = room.hold()
 
     def content_came(self, item: Item) -> None:
-        """Where it was known by its key alone, here is what it is a key of."""
+        """Content has arrived for a flight that had only a key."""
         if isinstance(self.item.source, Key) and not isinstance(item.source, Key):
             self.item = item
 
     def _let_content_go(self) -> None:
         if not self.tickets and self.task is not None and self.task.done():
-            self.item = replace(self.item, source=Key(self.key))  # what still refers to it holds no content
+            self.item = replace(self.item, source=Key(self.key))  # references to it no longer hold content
             self._let_room_go()
 
     def _let_room_go(self) -> None:
@@ -121,8 +122,8 @@ class Flight:
             self.room = None
 
     def header_known(self, header: Header, *, from_shared_store: bool = False) -> Header:
-        """What it is, is known; returns what callers are told, who may know more from another replica that had it.
-        Raises Unavailable where they were told otherwise."""
+        """Sets the header. Returns the header for callers, who may know more from a replica that had the item. Raises
+        Unavailable if it contradicts what they were told."""
         self.from_shared_store = from_shared_store
         if not self.header.done():
             self.header.set_result(header)
@@ -131,15 +132,15 @@ class Flight:
         return self.header.result()
 
     def allocated(self, allocation: Allocation) -> None:
-        """Its rows are written there from now on."""
+        """Its rows will be written there."""
         self.allocation = allocation
 
     def rows_lost(self) -> None:
-        """What was written of its rows is of no use, and they are written there no more."""
+        """The rows written so far are invalid, and will not be written there again."""
         self.allocation, self.from_shared_store = None, False
 
     def cut(self, unit_count: int) -> None:
-        """It is computed in so many units."""
+        """Its work is divided into so many units."""
         self.unit_count = unit_count
 
     def submitted(self, unit: Unit) -> None:
@@ -148,7 +149,7 @@ class Flight:
         self.units.append(unit)
 
     def unit_done(self, unit: Unit, first_row: int) -> None:
-        """A unit has ended. Whoever hears that more rows have landed finds where they are as well."""
+        """A unit has ended. Those who are told of new rows find their place as well."""
         if unit.copy is not None and self.allocation is not None:
             self.allocation.copies[first_row] = unit.copy
         count = 0
@@ -159,12 +160,12 @@ class Flight:
         self.landed.advance(count)
 
     def completed(self, entry: Entry) -> None:
-        """All rows are there."""
+        """All rows have been written."""
         self.entry.set_result(entry)
         self.landed.advance(entry.header.tokens)
 
     def failed(self, error: TwinlensError) -> None:
-        """Completes what is not completed yet; an error that no one waits for is no one's."""
+        """Fails the futures that are not complete; an error that nobody waits for is not logged."""
         without_traces(error)  # frames of this lead to the item's content, and back to the error
         for future in (self.header, self.entry):
             if not future.done():
@@ -176,8 +177,8 @@ class Flight:
 class Ticket:
     """One caller's hold on an item. Valid inside `EncoderEngine.ticket`, for one task at a time, after its `resolve`.
 
-    That sets `flight` or `found`, the store's entry; until then `times` says what is being done to learn what the item
-    is. `rows` says whether the caller wants them, or the header alone.
+    `resolve` sets `flight` or `found`, the store's entry; until then `times` tells what is being done. `rows` says
+    whether the caller wants rows, or only the header.
     """
 
     def __init__(self, item: Item, reservation: Reservation, times: StageTimes, *, rows: bool) -> None:
@@ -195,7 +196,7 @@ class Ticket:
 
     @property
     def stage(self) -> str:
-        """What is being done for the item now, at any time."""
+        """What is being done for the item now."""
         if self.flight is None:
             return "transfer" if self.found else self.times.stage
         stage = self.flight.times.stage
@@ -203,7 +204,7 @@ class Ticket:
 
     @property
     def stages(self) -> dict[str, Stage]:
-        """What was done for it so far."""
+        """The stages of the item so far."""
         return self.times.stages | (self.flight.times.stages if self.flight else {})
 
     async def header(self) -> Header:
@@ -219,18 +220,18 @@ class Ticket:
 
     @property
     def landed(self) -> int:
-        """Rows that are there, from the first on."""
+        """Rows that have been written, from the first on."""
         return self.entry.header.tokens if self.flight is None else self.flight.landed.count
 
     async def more(self, first: int) -> None:
-        """Returns once more than `first` rows are there; raises the item's error."""
+        """Waits until more than `first` rows have been written; raises the item's error."""
         if self.flight is not None:
             await self._heard(self.flight.more(first))
 
     @property
     def allocation(self) -> Allocation | None:
-        """Where the rows are, of which `landed` are there; whoever reads them pins it before they wait for anything.
-        None where the rest has failed since `more` returned, which then says why."""
+        """Where the `landed` rows are; readers must pin it before they wait for anything. None if the flight has failed
+        since `more` returned, which then raises the reason."""
         return self.entry.allocation if self.flight is None else self.flight.allocation
 
     @property
@@ -240,7 +241,7 @@ class Ticket:
         return self.found
 
     async def _heard(self, what: Awaitable[T]) -> T:
-        """Each caller gets an error of its own, which names the item by its place in the caller's own request."""
+        """Gives each caller its own copy of an error, which names the item's field in that caller's request."""
         assert self.flight is not None
         try:
             return await what

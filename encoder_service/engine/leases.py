@@ -1,6 +1,5 @@
-"""Leases: rows that a reader outside this process copies, out of the store's arena or a device pool, and how long they
-stay where they are. The stream that offers rows takes one for the length of a `with` block; `ended` tells it to leave.
-"""
+"""Leases on rows that a reader outside this process copies from the store's arena or a device pool. The stream that
+offers rows takes a lease for the duration of a `with` block; `ended` tells it to leave."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ from encoder_service.engine.embedding_store import Allocation, EmbeddingStore
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Rows that stay where they are."""
+    """Rows that must stay in place."""
 
     name: str
-    """What `Release` calls it."""
+    """The name that `Release` uses."""
     owner: bytes
     """The reader."""
     slot: int
     number: int
     """Stands in the slot of the board while it holds."""
     memory: EmbeddingStore | DevicePool
-    """Whose rows these are."""
+    """The owner of these rows' memory."""
     span: Range
-    """Where they lie there."""
+    """Their place there."""
     unpin: Callable[[], None]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     expired: bool = False
@@ -41,8 +40,8 @@ class Lease:
     """The memory is gone."""
 
     async def returned(self) -> None:
-        """Waits until the reader has released it, or is gone. Raises Unavailable where its time ended it, or the memory
-        is lost."""
+        """Waits until the reader has released it, or is gone. Raises Unavailable if it has expired, or the memory is
+        lost."""
         await self.ended.wait()
         if self.lost:
             raise Unavailable("the worker whose memory held the rows has ended", reason="POOL_LOST")
@@ -51,7 +50,7 @@ class Lease:
 
 
 class Leases:
-    """All leases on one store and on the pools beside it; each lasts `seconds` at most."""
+    """All leases on one store and its pools; each lasts at most `seconds`."""
 
     def __init__(self, store: EmbeddingStore, board: LeaseBoard, seconds: float) -> None:
         self.seconds = seconds
@@ -68,7 +67,8 @@ class Leases:
         return self._board.room
 
     def take(self, allocation: Allocation, owner: bytes) -> AbstractContextManager[Lease]:
-        """Pins an allocation of the store for a reader, for the block at most. There must be room."""
+        """Pins an allocation of the store for a reader, at most for the duration of the context. There must be a free
+        slot."""
         pin, unpin = partial(self._store.pin, allocation), partial(self._store.unpin, allocation)
         return self._lease(self._store, allocation.span, pin, unpin, owner)
 
@@ -116,13 +116,13 @@ class Leases:
             self._end(lease)
 
     def lose(self, pool: DevicePool) -> None:
-        """Ends every lease on a pool whose worker is gone."""
+        """Ends all leases on a pool whose worker is gone."""
         for lease in list(self._held.values()):
             if lease.memory is pool:
                 lease.lost = self._end(lease)
 
     def check_idle(self) -> None:
-        """Raises AssertionError where a lease is still held."""
+        """Raises AssertionError if a lease is still held."""
         assert not self._held, "a lease is still held"
         assert self._board.held == 0, "a slot of the board is still in use"
 
@@ -135,8 +135,7 @@ class Leases:
     def _end(self, lease: Lease) -> bool:
         if self._held.pop(lease.name, None) is None:
             return False
-        # The number goes before the pin: nothing may be written there while it stands, so that a reader that comes too
-        # late sees that it does.
+        # The number is cleared before the pin: nothing is written there while it is set, so a late reader can tell.
         self._board.clear(lease.slot)
         lease.unpin()
         lease.ended.set()

@@ -1,4 +1,4 @@
-"""What the engine says of its load; read for callers and for metrics."""
+"""The engine's load, for callers and metrics."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from encoder_service.engine.batch_history import BatchTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderLoad:
-    """Queues and the store as they are now; all else are totals since start. `queued_items` are those that no worker
-    has begun on; `estimated_seconds` are those until all that is here is computed, by the pace of late, None where that
-    is not known; `stage_seconds` are those of items by stage; `shared_store` is None where there is none."""
+    """The current queues and store, and totals since start. `queued_items` are those that no worker has begun;
+    `estimated_seconds` is the time until everything here is computed, by the recent pace, None if unknown;
+    `stage_seconds` is the total time of items by stage; `shared_store` is None without one."""
 
     queued_items: int
     running_items: int

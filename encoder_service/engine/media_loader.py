@@ -1,6 +1,6 @@
-"""From an item's content to its plan, and to its pixels in the staging arena, where a worker reads them.
+"""From an item's content to its plan, and to its pixels in the staging arena, where workers read them.
 
-Everything leased is held in `with` blocks, so that it comes back on every path.
+Everything leased is held in `with` blocks, so it is given back on every path.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ _COPY = 4 << 20
 
 
 class Planner(Protocol):
-    """What computes plans where they follow from no family of ours (`media.planner`)."""
+    """Computes plans of models without a family (`media.planner`)."""
 
     async def footage(self, item: Item, seen: Inspection) -> Footage:
-        """Which frames of a video are taken. Raises what `plan` does."""
+        """The frames to take of a video. Raises as `plan`."""
         ...
 
     async def plan(self, item: Item, seen: Inspection, footage: Footage | None) -> Plan:
-        """The plan of an item of that size, of a video with these frames. Raises InvalidInput where it is not taken."""
+        """The plan of an item of that size, and of a video with these frames. Raises InvalidInput if the model does not
+        take it."""
         ...
 
 
 class MediaLoader:
-    """Asks decode processes what items are, and has them decoded. All jobs of an item share one `time_budget`."""
+    """Has decode processes inspect and decode items. All jobs of an item share one `time_budget`."""
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class MediaLoader:
         return self.decoders.time_budget()
 
     async def plan(self, flight: Flight, time_budget: TimeBudget) -> Plan:
-        """Sizes and grid from the header alone; raises InvalidInput for what no limit allows, and for what neither the
-        staging arena nor the store could ever hold."""
+        """Computes sizes and grid from the file's header; raises InvalidInput if a limit is exceeded, or neither the
+        staging arena nor the store could ever hold it."""
         if isinstance(self._plans, ModelConfig):
             plan = await self._plan_by_family(flight, self._plans, time_budget)
         else:
@@ -130,7 +131,7 @@ class MediaLoader:
                 footage = None
                 if item.modality is Modality.VIDEO:
                     footage = Footage.of(seen.as_given) if seen.listed else await planner.footage(item, seen)
-        if footage is not None:  # before a process computes with so many
+        if footage is not None:  # before the planner computes with so many
             whole = (seen.height, seen.width)
             blank = Plan(Grid(1, 1, 1), 1, footage.decoded, *whole, whole)
             limits.check_plan(blank, item.field, self._limits, self._max_patches)
@@ -158,7 +159,8 @@ class MediaLoader:
     async def decoded(
         self, flight: Flight, plan: Plan, time_budget: TimeBudget
     ) -> AsyncIterator[tuple[Range, Progress]]:
-        """The decoded pixels' place in the staging arena, once the first are there, and how many frames have come."""
+        """The decoded pixels' place in the staging arena, once the first frames are there, and the number of frames so
+        far."""
         source, frames = flight.item.source, Progress()
         if isinstance(source, Pixels):
             async with self._room(flight, plan.pixel_bytes) as lease:
@@ -197,7 +199,7 @@ class MediaLoader:
                     yield pixels, frames
                 finally:
                     decoding.cancel()
-                    await wait_until_done(decoding)  # until no process can write to what was leased
+                    await wait_until_done(decoding)  # until no process can write to the leased ranges
 
     @asynccontextmanager
     async def _room(self, flight: Flight, *sizes: int) -> AsyncIterator[StagingLease]:
@@ -208,19 +210,19 @@ class MediaLoader:
 
 
 def _plan_of_rows(rows: Embedding, squares: int) -> Plan:
-    """The plan of rows that are computed already, of so many, and pruned where they are said to be."""
+    """The plan of precomputed rows with so many squares, pruned if they say so."""
     pruning = Pruning(rows.count, rows.kept_rows) if rows.count < squares else None
     return Plan(rows.grid, squares, (), 0, 0, (0, 0), rows.timestamps, rows.seconds_per_grid, pruning)
 
 
 def _frames(source: Pixels, plan: Plan) -> list[memoryview]:
-    """Frames as the plan has them, where they are: the last one again, until the last frame group is whole."""
+    """The plan's frames, in place; the last one is repeated to fill the last frame group."""
     data, frame = memoryview(source.data), source.height * source.width * 3
     return [data, *[data[-frame:]] * (len(plan.frames) - source.frames)]
 
 
 async def fill(buffer: SharedBuffer, span: Range, *parts: bytes | bytearray | memoryview) -> None:
-    """Copies what comes one after the other to a range of its size; much of it in a thread."""
+    """Copies parts, one after the other, to a range of their total size; large ones in a thread."""
     if span.size <= _COPY:
         _copy(buffer, span, parts)
     else:

@@ -1,4 +1,4 @@
-"""What is done for one item, in order: shared store, header, pixels, room, workers, rows."""
+"""The steps for one item, in order: shared store, header, pixels, room, workers, rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from encoder_service.media.decoder import TimeBudget
 from encoder_service.worker.messages import Piece
 
 _WORTH_CUTTING = 2048
-"""Patches below which a run of frame groups is not worth a worker, or a start before the others, of its own."""
+"""A run of frame groups with fewer patches is not worth a worker, or an early start, of its own."""
 
 
 class Pipeline:
@@ -55,26 +55,26 @@ class Pipeline:
     async def run(self, flight: Flight) -> Entry:
         """The entry of an item, pinned once. Raises the item's error; NotFound for a key that no store has.
 
-        Cancelled, it waits for what a worker has begun on.
+        If cancelled, it waits for work that a worker has begun.
         """
         shared_store = None if isinstance(flight.item.source, Embedding) else self.shared_store
         # 1. Another replica may have it: then its rows are loaded, unless they are lost on the way.
         if shared_store is not None and (entry := await self._find(flight, shared_store)) is not None:
             return entry
-        # 2. Of a key alone, for which no one who has the content came while we looked, the content is fetched.
+        # 2. For a key without content, which no caller has brought meanwhile, the content is fetched.
         if isinstance(flight.item.source, Key):
             await self._fetch(flight)
-        # 3. The content says what it is. Ready-made rows need no worker.
+        # 3. The content tells what the item is. Precomputed rows need no worker.
         if not isinstance(flight.item.source, Embedding):
             self.dispatcher.check(flight.key)
         time_budget = self.media.time_budget()
         plan = await self.media.plan(flight, time_budget)
         header = flight.header_known(_header(flight, plan))
-        # 4. Nothing is computed for callers who want the header alone.
+        # 4. Nothing is computed for callers who only want the header.
         await flight.wanted.wait()
         if shared_store is None:
             return await self.compute(flight, plan, header, time_budget)
-        # 5. One replica computes, and offers the entry to the others; who waited for it loads it.
+        # 5. One replica computes, and offers the entry to the others; those that waited for it load it.
         async with AsyncExitStack() as held:
             with flight.times.timed("shared"):
                 lock = await held.enter_async_context(shared_store.lock(flight.key, flight.item.salt))
@@ -105,8 +105,8 @@ class Pipeline:
         return entry
 
     async def _fetch(self, flight: Flight) -> None:
-        """The content of a key that nobody has given. Only where its rows were told of, and are lost, is it fetched for
-        whoever was told: before that, those who know an address fetch it for themselves."""
+        """Fetches the content of a key that nobody has brought. This is only done if callers were promised its rows and
+        these are lost; otherwise callers who know an address fetch it for themselves."""
         ticket, field = flight.address, flight.item.field
         if ticket is None or not flight.header.done():
             raise not_found(f"{field}.key")
@@ -124,14 +124,14 @@ class Pipeline:
                         flight.holds(room)
                         flight.content_came(item)
         except TwinlensError:
-            if isinstance(flight.item.source, Key):  # still no one who has the content came
+            if isinstance(flight.item.source, Key):  # still nobody has brought the content
                 raise
 
     async def compute(self, flight: Flight, plan: Plan, header: Header, time_budget: TimeBudget) -> Entry:
-        """Rows into the store. Room is made there only once something could be decoded, so that broken media push
-        nothing out."""
+        """Computes rows into the store. Room there is only allocated once something could be decoded, so that broken
+        media evict nothing."""
         source, salt = flight.item.source, flight.item.salt
-        if isinstance(source, Embedding):  # of which nothing is left to be computed
+        if isinstance(source, Embedding):  # precomputed: nothing to compute
             async with self._allocated(flight, header.tokens) as rows:
                 await fill(self.store.buffer, rows.span, source.data)
                 return self.store.commit(rows, header, salt)
@@ -156,7 +156,7 @@ class Pipeline:
 
     @asynccontextmanager
     async def _allocated(self, flight: Flight, tokens: int) -> AsyncIterator[Allocation]:
-        """Room in the store, which the block commits once rows are written there."""
+        """Room in the store; the context commits it once rows are written there."""
         with flight.times.timed("room"):
             allocation = await self.store.allocate(tokens)
         flight.allocated(allocation)
@@ -168,8 +168,8 @@ class Pipeline:
             raise
 
     async def _prune(self, flight: Flight, plan: Plan, header: Header, rows: Allocation) -> Header:
-        """Has the rows dropped that are not kept, and their room given back; returns the header with those that are.
-        Callers may have been told of them already, by a shared store that has lost them since."""
+        """Drops pruned rows and frees their room; returns the header with the kept ones. Callers may have been told of
+        these by a shared store that has lost them since."""
         assert plan.pruning is not None
         data = self.store.buffer.slice(rows.span)
         with flight.times.timed("prune"):
@@ -192,8 +192,8 @@ class Pipeline:
 
 
 def _stages_of(units: Sequence[Unit], submitted: float, now: float) -> dict[str, Stage]:
-    """What happened from the moment in which the first unit was submitted until now, when the last one has ended. While
-    a worker preprocesses one unit, it computes none."""
+    """The stages from the submission of the first unit until now, when the last one has ended. While a worker
+    preprocesses a unit, it computes none."""
     started = [unit for unit in units if unit.started_at]
     first = min(started, key=lambda unit: unit.started_at, default=None)
     if first is None:
@@ -210,8 +210,8 @@ def _stages_of(units: Sequence[Unit], submitted: float, now: float) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class _ItemWork:
-    """One item's work for the device workers, cut at frame groups: `pixels` is where its frames are, or will be, `rows`
-    where its rows go."""
+    """One item's work for the device workers, divided at frame groups: `pixels` is where its frames are, or will be,
+    and `rows` where its rows go."""
 
     dispatcher: Dispatcher
     flight: Flight
@@ -225,9 +225,9 @@ class _ItemWork:
         return len(self.plan.frames) // self.plan.grid.t
 
     async def run(self, frames: Progress) -> None:
-        """Has each piece computed once its frames are there; returns or raises when no worker can write rows any more.
+        """Has each piece computed once its frames are there; ends only when no worker can write rows any more.
 
-        The first piece that fails ends the others: those that are still to come are of no use.
+        The first piece that fails cancels the others.
         """
         cuts = self._cut(frames)
         self.flight.cut(len(cuts))
@@ -240,8 +240,8 @@ class _ItemWork:
             raise failed.exceptions[0] from None
 
     def _cut(self, frames: Progress) -> list[tuple[int, int]]:
-        """Runs of frame groups [first, end), each for one pass. Smaller ones where frames are still to come: so work
-        can begin, and what waits goes to a worker in one batch all the same."""
+        """Runs of frame groups [first, end), each for one pass. They are smaller if frames are still to come, so that
+        work can begin early; waiting ones still go to a worker in one batch."""
         coming, budget = frames.count < len(self.plan.frames), self.dispatcher.pass_patches
         budget = min(budget, _WORTH_CUTTING) if coming else budget
         return cut(self.plan.grid, budget, self.dispatcher.alive, _WORTH_CUTTING)
@@ -261,7 +261,7 @@ class _ItemWork:
                 await wait_until_done(asyncio.gather(unit.done, return_exceptions=True))
             raise
         unit.done.result()
-        if whole:  # else no row is read before those that are kept are in their place
+        if whole:  # else no row is read before the kept ones are in place
             flight.unit_done(unit, first * self.plan.tokens // grid.t)
 
     def _piece(self, first: int, end: int) -> Piece:

@@ -1,4 +1,4 @@
-"""How far an item has come: rows and frames that are there, and the stages that are over."""
+"""The progress of an item: rows and frames so far, and its stages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Progress:
             self.advance(task.result())
 
     async def reach(self, count: int) -> None:
-        """Returns once it has come this far; raises what it failed with, should it not."""
+        """Waits until it has come this far; raises its error if it fails before."""
         while self.count < count:
             if self._error is not None:
                 raise self._error
@@ -57,7 +57,7 @@ class Progress:
 
 
 class StageTimes:
-    """What is being done for an item now, and the stages so far, whose seconds count in `totals` as well."""
+    """What is being done for an item now, and its stages so far, whose seconds are added to `totals` as well."""
 
     def __init__(self, stage: str, totals: MutableMapping[str, float]) -> None:
         self.stage = stage

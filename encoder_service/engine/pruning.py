@@ -1,6 +1,6 @@
-"""Pruning of a video's rows, before any of them is sent: those go that differ least from the row at the same place one
-frame group before (Efficient Video Sampling, https://arxiv.org/abs/2510.14624). How many stay is known from the video's
-size, and which of them once all rows are computed."""
+"""Pruning of a video's rows before they are sent: drops the rows that differ least from the row at the same position
+one frame group earlier (Efficient Video Sampling, https://arxiv.org/abs/2510.14624). How many stay follows from the
+video's size; which ones is known when all rows are computed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LEAST_NORM = np.float32(1e-8)
 
 
 def pruned(plan: Plan, options: Options, merge: int, field: str) -> Plan:
-    """A video's plan with what of it is kept: max(rows of a frame group, ⌊rows · (1 − rate)⌋), or what the caller says.
+    """A video's plan with the number of rows kept: max(rows of a frame group, ⌊rows · (1 − rate)⌋), or the caller's.
 
-    Raises InvalidInput for rows that the video does not have, and Unsupported where rows are not those of the grid.
+    Raises InvalidInput for rows that the video does not have, and Unsupported if rows are not those of the grid.
     """
     if not options.video_pruning_rate and options.kept_rows is None:
         return plan
@@ -45,11 +45,11 @@ def pruned(plan: Plan, options: Options, merge: int, field: str) -> Plan:
 
 
 def choose(data: memoryview, groups: int, count: int, layout: RowLayout) -> bytes:
-    """The `count` rows to keep of a video's, [groups · places, levels, width], as bits (`common.media.kept_rows`).
+    """The `count` rows to keep of a video's [groups · places, levels, width], as bits (`common.media.kept_rows`).
 
-    A row changes by 1 − cos to the one before it at the same place, in the level that prompts begin with; those of the
-    first frame group change most, and of rows that change alike the earlier ones stay. It is computed as half the
-    squared distance of unit vectors, which is exactly 0 where nothing moves. Takes seconds for gigabytes.
+    A row's change is 1 − cos to the one before it at the same position, in the level that prompts begin with. Rows of
+    the first frame group change most, and of equal changes the earlier row stays. It is computed as half the squared
+    distance of unit vectors, which is exactly 0 if nothing moves. Takes seconds for gigabytes.
     """
     rows = _first_level(data, layout)
     places = len(rows) // groups
@@ -66,8 +66,8 @@ def choose(data: memoryview, groups: int, count: int, layout: RowLayout) -> byte
 
 
 def compact(data: memoryview, kept: bytes, row_bytes: int) -> None:
-    """Moves rows that are kept to the front, in order; what is behind them is of no use. Rows only move forward, so
-    that none is written over before it has moved."""
+    """Moves kept rows to the front, in order; what follows them is invalid. Rows only move forward, so none is
+    overwritten before it has moved."""
     rows = np.frombuffer(data, np.uint8).reshape(-1, row_bytes)
     places = np.flatnonzero(kept_rows.unpack(kept, len(rows)))
     for at in range(0, len(places), _AT_ONCE):
@@ -76,7 +76,7 @@ def compact(data: memoryview, kept: bytes, row_bytes: int) -> None:
 
 
 def _first_level(data: memoryview, layout: RowLayout) -> np.ndarray:
-    """[rows, width] of each row's first level, where they are; bfloat16 as uint16."""
+    """[rows, width] of each row's first level, as a view; bfloat16 as uint16."""
     numbers = np.frombuffer(data, {DType.FLOAT32: "<f4", DType.FLOAT16: "<f2", DType.BFLOAT16: "<u2"}[layout.dtype])
     return numbers.reshape(-1, layout.levels, layout.width)[:, 0]
 

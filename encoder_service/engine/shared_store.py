@@ -1,8 +1,7 @@
-"""The shared store: rows in a Redis or Valkey server that all replicas ask before they compute.
-
-An item is one hash: field `h` is its header, fields 0, 1, … its chunks (`shared_store_format`), written under another
-name. Beside it lies, while a replica computes it, a lock. A lost replica, server or key cost time, never an item.
-"""
+"""The shared store: rows in a Redis or Valkey server, which all replicas ask before they compute. An item is one hash:
+field `h` is its header, fields 0, 1, … are its chunks (`shared_store_format`); it is written under another name first.
+While a replica computes the item, there is a lock beside it. A lost replica, server or key costs time, never an
+item."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ _WRITERS = 4
 """Items that are written at a time, so that a large one does not keep all others waiting."""
 
 _PART_SECONDS = 60
-"""How long part of an item stays, beyond the time that the next part may take, where its writer is lost."""
+"""Seconds for which a partly written item stays after its writer is lost, beyond the time for the next part."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
 _UNLOCK = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
@@ -54,18 +53,18 @@ class SharedStoreMiss(Exception):
 
 @dataclass(slots=True, eq=False)
 class SharedStoreLock:
-    """What `SharedStore.lock` gives: `found` is set where another replica has put the item there. Who holds the
-    lock sets `entry` once it has computed."""
+    """The result of `SharedStore.lock`: `found` is set if another replica has put the item there. The holder of the
+    lock sets `entry` once it has computed it."""
 
     found: Header | None = None
     entry: Entry | None = None
 
 
 class SharedStore:
-    """Rows of `layout`, `ttl` seconds after they were last asked for. `start` and `stop` are its owner's.
+    """Rows of `layout`, kept for `ttl` seconds after their last use. `start` and `stop` are called by the owner.
 
-    `wait` is how many seconds a replica waits for another's rows. Where `writes` items wait to be written, further ones
-    are not. No method raises because of the server.
+    `wait` is how many seconds a replica waits for another's rows. If `writes` items wait to be written, further ones
+    are dropped. No method raises because of the server.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class SharedStore:
         self._writers = [tasks.start(self._write_all(), "shared store writer") for _ in range(_WRITERS)]
 
     async def stop(self) -> None:
-        """Ends writing, and lets go of the server; what has not been written is not."""
+        """Stops writing and closes the connections; items not written yet are dropped."""
         for writer in self._writers:
             writer.cancel()
         await asyncio.gather(*self._writers, return_exceptions=True)
@@ -121,7 +120,7 @@ class SharedStore:
         return [self._header(key, salt, found) for key, found in zip(keys, answers[::2], strict=True)]
 
     async def load(self, header: Header, into: memoryview) -> None:
-        """Copies an item's rows to `into`; raises SharedStoreMiss where they cannot be had whole, or no longer come."""
+        """Copies an item's rows to `into`; raises SharedStoreMiss if they are incomplete or no longer come."""
         chunks, name = list(enumerate(self._layout.chunks(0, header.tokens))), _rows_name(header.key)
 
         async def get(server: Any, progressed: Progressed) -> Garbage | bool:
@@ -134,7 +133,7 @@ class SharedStore:
                     for number, _ in some:
                         pipe.hget(name, str(number))
                     found = await pipe.execute()
-                if None in found:  # it has been pushed out meanwhile, or is being written anew
+                if None in found:  # it was evicted meanwhile, or is being rewritten
                     return False
                 try:
                     for data, (number, run) in zip(found, some, strict=True):
@@ -152,10 +151,10 @@ class SharedStore:
 
     @asynccontextmanager
     async def lock(self, key: bytes, salt: str) -> AsyncIterator[SharedStoreLock]:
-        """This replica's lock to compute an item, or another's rows.
+        """This replica's lock to compute an item, or another replica's rows.
 
-        The block sets `entry` once it has computed; it is then written behind the caller's back, and the lock goes when
-        it is. On every other way out the lock goes at once.
+        The context sets `entry` once it has computed; the entry is then written in the background, and the lock
+        released afterwards. On every other way out the lock is released at once.
         """
         token = secrets.token_bytes(16)
         locked = True  # for all we know, until we are told: a question that is cut off may have been answered
@@ -170,12 +169,12 @@ class SharedStore:
                 self._unlock_soon(key, token)
 
     def check_idle(self) -> None:
-        """Raises AssertionError where, once stopped, something is under way."""
+        """Raises AssertionError if, once stopped, something is in progress."""
         assert not self._unlocking, "a lock is being given back"
 
     async def _lock_or_find(self, key: bytes, salt: str, token: bytes) -> tuple[Header | None, bool]:
-        """The item's header once it is there, or that its lock is ours, with an expiry should we
-        be lost. Neither, where it is not worth waiting any more."""
+        """The item's header once it is there, or whether its lock is ours, with an expiry in case we are lost. Neither,
+        if waiting is not worthwhile any more."""
         pause, end = _FIRST_PAUSE, time.monotonic() + self._wait
         expiry = max(1, round(1000 * self._wait))
 
@@ -213,7 +212,7 @@ class SharedStore:
         await self._delete(_rows_name(key))
 
     def _offer(self, key: bytes, salt: str, token: bytes) -> None:
-        """Has an entry written when there is time; at once dropped where too many wait."""
+        """Has an entry written when there is time; drops it if too many wait."""
         try:
             self._queue.put_nowait((key, salt, token))
         except asyncio.QueueFull:
@@ -233,10 +232,10 @@ class SharedStore:
                 self._unlock_soon(key, token)
 
     async def _write(self, entry: Entry, salt: str) -> bool:
-        """Writes an entry under a name of its own, which it changes at the end: an item is whole or not there.
+        """Writes an entry under a temporary name, renamed at the end: an item is complete or absent.
 
-        The entry is not pinned, since a slow server would keep room from others: where it makes way, or its chunks no
-        longer get there, what was written is deleted.
+        The entry is not pinned, since a slow server would then keep room from others; if it is evicted, or its chunks
+        take too long, what was written is deleted.
         """
         header, part = entry.header, _PARTS + secrets.token_hex(16)
         chunks = list(self._layout.chunks(0, header.tokens))

@@ -18,10 +18,10 @@ from common.telemetry import log
 _SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
 
 _QUESTIONS, _TRANSFERS = 16, 16
-"""How many of each are under way at once, each on a connection of its own: large rows keep no question waiting."""
+"""Most of each at once, each on its own connection: large rows do not delay questions."""
 
 _SLOWEST = 8 << 20
-"""Bytes a second below which a transfer is not worth its while, whether or not it goes on."""
+"""Bytes per second below which a transfer is given up."""
 
 _FAILURES = 3
 """Failures in a row after which the server is left alone for a while."""
@@ -30,7 +30,7 @@ _SHORTEST_REST, _LONGEST_REST = 0.5, 30.0
 
 T = TypeVar("T")
 Progressed = Callable[[Any], Any]
-"""Takes note of an answer, which it returns: there is as long again for the next."""
+"""Records an answer, which it returns, and restarts the time limit for the next."""
 
 _log = log.get("shared store")
 
@@ -46,7 +46,7 @@ class Breaker:
         self._trying = False
 
     def allows(self) -> bool:
-        """The server may be asked; where it has been failing, only one caller at a time may."""
+        """Whether the server may be asked; after failures, by one caller at a time."""
         if self._failures < _FAILURES:
             return True
         if self._trying or self._now() < self._until:
@@ -78,12 +78,12 @@ class Breaker:
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError, which does not show the password, for an address that no connection can be made from."""
+    """Raises ValueError, which does not contain the password, for an invalid address."""
     if not url.startswith(_SCHEMES):
         raise ValueError(f"the address must begin with one of {' '.join(_SCHEMES)}")
     try:
         pool = _connections(url, 1.0)
-        pool.connection_class(**pool.connection_kwargs)  # which connects nowhere yet
+        pool.connection_class(**pool.connection_kwargs)  # this does not connect yet
     except (ValueError, TypeError):
         raise ValueError("the address cannot be parsed, or has an unknown option") from None
 
@@ -100,10 +100,10 @@ def _connections(url: str, seconds: float) -> valkey.BlockingConnectionPool:
 
 
 class SharedStoreClient:
-    """A pool of connections to one server, behind a breaker. `close` is its owner's.
+    """A pool of connections to one server, behind a circuit breaker. `close` is called by the owner.
 
-    `url` may hold user, password, database and TLS settings. An answer may take `seconds`, and so may each part of a
-    transfer. `counts` are totals since start.
+    `url` may contain user, password, database and TLS settings. An answer, and each part of a transfer, may take
+    `seconds`. `counts` are totals since start.
     """
 
     def __init__(self, url: str, *, seconds: float, breaker: Breaker | None = None) -> None:
@@ -118,13 +118,13 @@ class SharedStoreClient:
         await self._server.aclose()
 
     async def ask(self, work: Callable[[Any], Awaitable[T]]) -> T | None:
-        """What `work` gets from the server, or None where the server is left alone, fails, or takes too long."""
+        """The result of `work` with the server, or None if the server is left alone, fails, or takes too long."""
         return await self._serve(self._questions, lambda server, _: work(server), self.seconds)
 
     async def transfer(self, work: Callable[[Any, Progressed], Awaitable[T]], size: int) -> T | None:
-        """As `ask`, for `size` bytes in parts: `work` passes each answer through what it is given, and there is as long
-        again for the next. The more bytes, the longer all may take together. Once there was an answer, the server is
-        not to blame for what follows, so the first question should be a small one."""
+        """As `ask`, for `size` bytes in parts: `work` passes each answer through the function it gets, which restarts
+        the time limit. The time for all parts grows with the bytes. After the first answer the server is not blamed for
+        failures, so the first question should be small."""
         return await self._serve(self._transfers, work, self.seconds + size / _SLOWEST)
 
     async def _serve(
@@ -173,7 +173,7 @@ class SharedStoreClient:
         try:
             async with limit:
                 answer = await work(self._server, progressed)
-        except ResponseError as error:  # it is there, and will not do this: full, read-only, another type under the key
+        except ResponseError as error:  # it is up, and refuses: full, read-only, or another type under the key
             self.breaker.succeeded()
             self._note(error)
         except Exception as error:  # noqa: BLE001 - what is no protocol breaks the library in many ways

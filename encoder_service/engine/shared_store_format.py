@@ -1,7 +1,7 @@
-"""How an item's rows lie in the shared store: a header that describes itself, and chunks of rows, each with a checksum.
+"""The format of an item in the shared store: a self-describing header, and chunks of rows with checksums.
 
-Whatever is read back is checked against its checksum, its key, and the layout of the model that is served; anything
-that does not fit raises `Garbage`. The checksums find damage, not forgery: who may write there is trusted.
+Everything read back is checked against its checksum, its key, and the layout of the served model; anything that does
+not fit raises `Garbage`. Checksums detect damage, not forgery: writers are trusted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _CRC = struct.Struct("<I")
 
 
 class Garbage(Exception):
-    """What lies there under a key is not what we would have put there."""
+    """The content under a key is not what we would have written."""
 
 
 class _Stored(msgspec.Struct, array_like=True):
-    """The header's body: what is known of the item, and the layout of its rows."""
+    """The header's body: the item and the layout of its rows."""
 
     key: bytes
     owner: bytes
@@ -65,7 +65,7 @@ def pack_header(header: Header, salt: str, layout: RowLayout) -> bytes:
 
 
 def read_header(data: bytes, key: bytes, salt: str, layout: RowLayout) -> Header | None:
-    """The header of a key; None where it belongs to another tenant. Raises Garbage."""
+    """The header of a key; None if it belongs to another tenant. Raises Garbage."""
     body, crc = data[: -_CRC.size], data[-_CRC.size :]
     if not body.startswith(MAGIC) or crc != _CRC.pack(google_crc32c.value(body)):
         raise Garbage("a header is damaged")
@@ -95,18 +95,18 @@ def read_header(data: bytes, key: bytes, salt: str, layout: RowLayout) -> Header
 
 
 def owner(key: bytes, salt: str) -> bytes:
-    """What shows that a caller knows the salt under which a key was made, and nothing else about it."""
+    """Proves that a caller knows the salt under which a key was made, and reveals nothing else."""
     return hmac.digest(salt.encode(), key, hashlib.sha256)
 
 
 def pack_chunk(key: bytes, number: int, rows: memoryview) -> bytes:
-    """Rows behind a CRC-32C that also covers where they belong."""
+    """Rows behind a CRC-32C that also covers their place."""
     data = bytes(rows)
     return _CRC.pack(_checksum(key, number, data)) + data
 
 
 def read_chunk(data: bytes, key: bytes, number: int, into: memoryview) -> None:
-    """Copies a chunk's rows to where they belong; raises Garbage where they are damaged."""
+    """Copies a chunk's rows to their place; raises Garbage if they are damaged."""
     if len(data) != _CRC.size + len(into):
         raise Garbage("a chunk has another size")
     rows = data[_CRC.size :]

@@ -1,6 +1,6 @@
 """Leases of ranges in the staging arena, first come, first served.
 
-A lease takes all its ranges at once or waits for them, so that no two waiters can each hold what the other needs.
+A lease takes all its ranges at once or waits for them, so no two waiters can each hold what the other needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StagingLease:
         self._staging.give_back([span])
 
     def end(self) -> None:
-        """Gives back what is still held."""
+        """Frees what is still held."""
         held, self._held = self._held, []
         self._staging.give_back(held)
 
@@ -56,15 +56,15 @@ class Staging:
         return self._ranges.used
 
     def check_size(self, *sizes: int) -> None:
-        """Raises InvalidInput where ranges of these sizes are never free together."""
+        """Raises InvalidInput if ranges of these sizes can never be free together."""
         if sum(map(aligned, sizes)) > self._ranges.capacity:
             raise InvalidInput("the media does not fit the staging memory", reason="STAGING_TOO_SMALL")
 
     @asynccontextmanager
     async def lease(self, *sizes: int) -> AsyncIterator[StagingLease]:
-        """Ranges of `sizes` bytes for the length of the block. Waits its turn; cancelling leaves nothing behind.
+        """Ranges of `sizes` bytes for the duration of the context. Waits its turn; cancelling leaves nothing behind.
 
-        Raises InvalidInput where the sizes are more than the whole arena: no waiting can help.
+        Raises InvalidInput if the sizes exceed the whole arena.
         """
         self.check_size(*sizes)
         lease = StagingLease(self, await self._take(sizes))
@@ -74,7 +74,7 @@ class Staging:
             lease.end()
 
     def give_back(self, ranges: list[Range]) -> None:
-        """Frees ranges, large ones once a thread has emptied them, and serves those who wait."""
+        """Frees ranges, large ones after a thread has returned their memory, and serves waiters."""
         for span in ranges:
             if span.size < self._large:
                 self._ranges.free(span)
@@ -90,11 +90,11 @@ class Staging:
             await asyncio.wait(self._emptying)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where ranges overlap."""
+        """Raises AssertionError if ranges overlap."""
         self._ranges.check_integrity()
 
     def check_idle(self) -> None:
-        """The same, and where one is still leased."""
+        """The same, and if one is still leased."""
         self.check_integrity()
         assert self._ranges.used == 0, "a staging range was never given back"
         assert not self._waiters, "someone waits for an idle arena"

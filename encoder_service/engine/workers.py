@@ -1,4 +1,4 @@
-"""The device worker processes: started together, replaced when they die. What they compute is `dispatch`'s business."""
+"""The device worker processes: started together, replaced when they die. `dispatch` decides what they compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULE = "encoder_service.worker"
 LONGEST_PAUSE = 30.0
 """Seconds from one try to replace a worker to the next, at most."""
 STALL = 1.0
-"""Seconds by which a timer is late in a process that stood still."""
+"""A timer that is so many seconds late shows that the process stood still."""
 
 _log = log.get("workers")
 
@@ -28,12 +28,12 @@ class WorkerError(Exception):
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """The place of one worker: the process that is in it now, its device pool, and the batch that it computes: `sent`,
-    of which `batch` is not answered yet.
+    """The slot of one worker: its current process, its device pool, and the batch that it computes: `sent`, of which
+    `batch` is not answered yet.
 
-    `began` is when it began on these (`loop.time`), `timer` ends a worker that takes too long over them, `worked` is
-    how many seconds those before took. One that `looks_ahead` gets the next batch early, to have it ready when its turn
-    comes: `ahead`. A timer that is `stall` seconds late says nothing of the worker.
+    `began` is when it began on these (`loop.time`), `timer` kills a worker that takes too long, `worked` counts the
+    seconds of earlier batches. A worker that `looks_ahead` gets its next batch, `ahead`, early, to prepare it. A timer
+    that is `stall` seconds late says nothing about the worker.
     """
 
     index: int
@@ -56,17 +56,17 @@ class WorkerSlot:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which it had a batch to compute, up to now; one that is got ready meanwhile counts in its turn."""
+        """Seconds in which it had a batch to compute, up to now; a batch being prepared does not count yet."""
         return self.worked + self.computing_seconds
 
     @property
     def computing_seconds(self) -> float:
-        """Seconds for which it has computed what it is to answer next; 0 where that is nothing."""
+        """Seconds since it began to compute its next answer; 0 if there is none."""
         return 0.0 if self.timer is None else asyncio.get_running_loop().time() - self.began
 
     @property
     def may_have_next(self) -> bool:
-        """It computes, and could get another batch ready meanwhile. What may end a worker has it for itself."""
+        """Whether it computes, and could prepare another batch meanwhile. A unit that may kill it runs alone."""
         busy = self.child is not None and bool(self.batch) and not self.batch[0].alone
         return busy and self.looks_ahead and not self.ahead
 
@@ -75,8 +75,7 @@ class WorkerSlot:
         self.sent = self.batch = batch
 
     def begin(self, seconds: float) -> None:
-        """From now on the worker owes an answer to its batch, or to what is left of it; where that takes longer, it is
-        ended."""
+        """From now on the worker owes an answer to its batch, or the rest of it; it is killed if that takes longer."""
         assert self.child is not None
         self.began = asyncio.get_running_loop().time()
         self._watch(self.child, seconds)
@@ -86,8 +85,8 @@ class WorkerSlot:
         self.timer = asyncio.get_running_loop().call_at(due, self._give_up, child, seconds, due)
 
     def _give_up(self, child: Child[FromWorker], seconds: float, due: float) -> None:
-        """Where this process itself stood still, the answer may be here and unread, or the worker have stood still as
-        well: it gets its time again."""
+        """If this process itself stood still, the answer may be waiting to be read, or the worker may have stood still
+        as well: it gets its time again."""
         if asyncio.get_running_loop().time() > due + self.stall:
             self._watch(child, seconds)
             return
@@ -95,15 +94,15 @@ class WorkerSlot:
         self.ending = tasks.start(self._end(child, self.batch), "end a worker")
 
     async def _end(self, child: Child[FromWorker], batch: list[Unit]) -> None:
-        """Kills a worker once it has told in what it hangs, unless it has answered by then."""
+        """Kills a worker after asking it where it hangs, unless it has answered by then."""
         if found := await child.stacks():
             _log.error("post-mortem of the worker", worker=self.index, **found)
         if self.batch is batch:
             child.kill()
 
     def take(self, pieces: Sequence[int] = ()) -> list[Unit]:
-        """The units at these places of the batch, or all that are left, which are no longer the worker's. Once none is
-        left, the next batch takes its place."""
+        """Removes and returns the units at these indices of the batch, or all that are left. When none is left, the
+        next batch becomes the current one."""
         self.worked = self.busy_seconds
         taken = [self.sent[piece] for piece in pieces] or self.batch
         self.batch = [unit for unit in self.batch if unit not in taken]
@@ -122,12 +121,12 @@ class WorkerSlot:
 
 class Workers:
     """One process for each of `settings`, which runs `module` and inherits the descriptors `fds`. `start` and `stop`
-    are the owner's. A process that has not loaded its tower after `start_seconds` is ended. Where no replacement can be
-    started, that is tried again after `longest_pause` seconds at most. `stall` is as in `WorkerSlot`.
+    are called by the owner. A process that has not loaded its tower after `start_seconds` is killed. If a replacement
+    cannot be started, it is tried again after at most `longest_pause` seconds. `stall` is as in `WorkerSlot`.
 
-    `on_reply` is given each message of a worker; it raises ChildDied for one that makes no sense. `on_death` is called
-    when a worker is gone and no longer writes anywhere, `on_ready` when a replacement is ready. Any other exception of
-    these three is a defect, and `die` ends the process.
+    `on_reply` gets each message of a worker; it raises ChildDied for an invalid one. `on_death` is called when a worker
+    is gone and no longer writes anywhere, `on_ready` when a replacement is ready. Any other exception of these three is
+    a defect, and `die` ends the process.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class Workers:
         self._keepers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Starts every worker; raises WorkerError where one cannot."""
+        """Starts all workers; raises WorkerError if one cannot start."""
         await asyncio.gather(*(self._start(slot) for slot in self.slots))
         self._keepers = [tasks.start_vital(self._keep(slot), "worker keeper", self._die) for slot in self.slots]
 
@@ -223,7 +222,7 @@ class Workers:
             raise WorkerError(f"a worker has not started within {self._start_seconds:g} seconds") from None
 
     async def _keep(self, slot: WorkerSlot) -> None:
-        """Reads what a worker says for as long as it lives, and replaces it when it does not."""
+        """Reads a worker's messages as long as it lives, and replaces it afterwards."""
         while True:
             assert slot.child is not None
             try:
