@@ -18,26 +18,25 @@ class Item(Media):
 
     @property
     def caller(self) -> tuple[str, str]:
-        """Whose it is: a tenant's, by its salt, or, where there is none, the host's that asks."""
+        """The caller, for fairness: a tenant's salt or, without one, the client's host."""
         return self.salt, "" if self.salt else self.host
 
 
 SAMPLE_RATE: Final = 16_000
-"""Samples of sound in a second, once it is decoded: what families take, and most models of transformers."""
+"""Samples per second of decoded sound: what families and most transformers models take."""
 
 
 LISTED_FPS: Final = 2.0
-"""Frames of a second, where they are listed without their times: as many as models are usually shown."""
+"""Frames per second of frames listed without times: the usual rate for models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a file's header says: pixels across and down once its orientation is applied, and a video's length.
+    """What a file's header says: pixels across and down after its orientation is applied, and a video's length.
 
-    `frames` is 1 and `fps` 0 for a picture. Of sound, `frames` are its samples, of which a second has `rate`, `fps`
-    those that its file has in a second, and `channels` how many of them at a time. `track` is a video's own sound,
-    where that is wanted as well, and it has any. A video that is `listed` is a list of frames that somebody has chosen:
-    all of them are kept.
+    For a picture, `frames` is 1 and `fps` 0. For sound, `frames` is the number of its samples at `rate` per second,
+    `fps` the rate in its file, and `channels` the number of channels. `track` is a video's own sound, if it is wanted
+    and exists. A video that is `listed` is a list of frames that somebody has chosen: all of them are kept.
     """
 
     width: int
@@ -51,14 +50,14 @@ class Inspection:
 
     @property
     def as_given(self) -> Pixels:
-        """What a caller would say of such frames who had decoded them."""
+        """The same as a caller would describe decoded frames."""
         return Pixels(b"", self.frames, self.height, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Footage:
-    """Frames that are taken of a video: their numbers among `total` frames, `fps` each second. Where a caller has
-    decoded them, `given` is how many there are, and the numbers are their times."""
+    """Frames taken of a video: their numbers among `total` frames, at `fps` per second. If a caller has decoded them,
+    `given` is their number, and the numbers are their times."""
 
     numbers: tuple[int, ...]
     total: int
@@ -79,7 +78,7 @@ class Footage:
 
 
 _TICKS: Final = 1000.0
-"""In a second, where a frame's number says its time."""
+"""Per second, if a frame's number is its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +92,16 @@ class Pruning:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How an item is going to be computed.
+    """How an item will be computed.
 
-    `tokens` are the rows that the tower makes of it. `frames` are the frame numbers to decode, padded to whole frame
-    groups (one for a picture); `height` and `width` are what a decode process gives; `resized` is the (height, width)
-    that patches are cut from. `whole` is the (height, width) of a picture, or a video's frames, where that process
-    resizes them, one by one; None: it does not. `pruning` says which rows stay; None: all. `replacement` is as in
-    `Header`. A pixel has `depth` bytes: 3 colours, or one sample of sound as float32, of which all are one line of one
-    frame.
+    `tokens` is the number of its rows. `frames` are the frame numbers to decode, padded to whole frame groups (one for
+    a picture); `height` and `width` are what a decode process produces; `resized` is the (height, width) that patches
+    are cut from. `whole` is the (height, width) of a picture, or of a video's frames, if that process resizes them one
+    by one; None: it does not. `pruning` says which rows stay; None: all. `replacement` is as in `Header`. A pixel has
+    `depth` bytes: 3 colours, or one float32 sample of sound; all samples are one line of one frame.
 
-    Of a video with its sound, `samples` of that are decoded as well, and rows are, in `turns`, of frames and of sound:
-    so many of one and of the other, frames first.
+    For a video with its sound, `samples` of that are decoded as well, and rows are in `turns`: so many of frames, then
+    so many of sound, and so on.
     """
 
     grid: Grid
@@ -143,5 +141,5 @@ class Plan:
 
     @property
     def pixel_bytes(self) -> int:
-        """Bytes of all that is decoded: sound, and behind it every frame."""
+        """Bytes of everything decoded: sound, followed by all frames."""
         return self.sound_bytes + len(self.frames) * self.frame_bytes

@@ -1,4 +1,4 @@
-"""What the encoder tells Prometheus. Names: `twinlens_encoder_…`; docs/operations/monitoring.md explains them."""
+"""The encoder's Prometheus metrics, named `twinlens_encoder_…`; docs/operations/monitoring.md explains them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Meters:
         self._vit = metrics.histogram("vit_seconds", "seconds of the vision tower, for a batch")
 
     def describe(self, **labels: str) -> None:
-        """Has every scrape say what this service is, for other series to be joined with."""
+        """Adds a metric that describes the service, for joins with other series."""
         about = "what this service is, by its labels; always 1"
         self._metrics.read(lambda: [gauge("info", about, {tuple(labels.values()): 1.0}, tuple(labels))])
 
     def watch_requests(self, inflight_bytes: Callable[[], int]) -> None:
-        """Has every scrape read what requests hold."""
+        """Reads, at every scrape, the bytes that requests hold."""
         about = "bytes of requests that are here or coming"
         self._metrics.read(lambda: [gauge("inflight_bytes", about, inflight_bytes())])
 

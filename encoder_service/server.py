@@ -51,15 +51,14 @@ SERVICE = "twinlens.v1.EncoderService"
 
 _MAX_DECODE_THREADS = 8
 LAST_SECONDS = 6.0
-"""Handlers that were cancelled at the end of the grace time get this long to give back what they hold."""
+"""Time that handlers cancelled at the end of the grace period have to give back what they hold."""
 
 _log = log.get("server")
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is known of a model before anything is opened. Where no family of ours is for it, transformers computes it
-    (`hf`)."""
+    """A model as known before anything is opened. A model without a family is computed by transformers (`hf`)."""
 
     checkpoint: Checkpoint
     config: ServedConfig
@@ -70,7 +69,7 @@ class _Model:
 
     @classmethod
     async def read(cls, config: EncoderConfig) -> _Model:
-        """Raises CheckpointError where it cannot be served."""
+        """Reads the checkpoint. Raises CheckpointError if it cannot be served."""
         checkpoint, served = await tasks.to_thread(model_config.resolve, config.model, config.revision)
         hf = None if isinstance(served, ModelConfig) else served.hf
         device = default_device() if config.device == "auto" else config.device
@@ -80,9 +79,9 @@ class _Model:
 
 
 async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
-    """Serves until SIGTERM or SIGINT, with device workers that run the module `worker`.
+    """Serves until SIGTERM or SIGINT; device workers run the module `worker`.
 
-    Raises CheckpointError, WorkerError or OSError where it cannot begin.
+    Raises CheckpointError, WorkerError or OSError if it cannot start.
     """
     log.configure(config.log_level, service="encoder")
     stderr_capture.start()
@@ -99,9 +98,9 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         grpc_server = GrpcServer(config, [SERVICE])
         servicer = EncoderServicer()
         add_EncoderServiceServicer_to_server(servicer, grpc_server.server)
-        running.push_async_callback(grpc_server.server.stop, None)  # where it does not come to draining
+        running.push_async_callback(grpc_server.server.stop, None)  # if it ends before draining
         await grpc_server.bind()
-        nixl = await _nixl(config, store, running)  # where it cannot be had, nobody waits for a model first
+        nixl = await _nixl(config, store, running)  # fails before anybody waits for a model
         metrics = Metrics("twinlens_encoder")
         meters = Meters(metrics)
         grpc_server.watch(meters.failed)
@@ -163,7 +162,7 @@ def _dispatcher(
     report: Callable[[], None],
     meters: Meters,
 ) -> Dispatcher:
-    """Over the staging and store arenas, whose descriptors are given, in this order."""
+    """The dispatcher over the staging and store arenas, whose descriptors are given in this order."""
     return Dispatcher(
         _worker_settings(config, model),
         fds,
@@ -181,7 +180,7 @@ def _dispatcher(
 
 
 def _planner(config: EncoderConfig, model: _Model) -> HfPlanner | None:
-    """What plans items where transformers computes."""
+    """Plans items of models that transformers computes."""
     if model.hf is None:
         return None
     times = PlannerTimes(start=config.start_seconds, answer=config.decode_seconds)
@@ -203,7 +202,7 @@ def _media_loader(
 
 
 async def _nixl(config: EncoderConfig, store: SharedBuffer, running: AsyncExitStack) -> NixlAgent | None:
-    """The agent over the store's memory, where it is wanted, until `running` ends. Raises NixlError."""
+    """The NIXL agent over the store's memory, if configured, until `running` ends. Raises NixlError."""
     if not config.nixl:
         return None
     agent = NixlAgent(store, config.nixl)
@@ -227,7 +226,7 @@ def _transports(
 
 
 def _log_room(config: EncoderConfig, layout: RowLayout) -> None:
-    """Says how much it can hold at once."""
+    """Logs how much it can hold at once."""
     _log.info(
         "room for rows",
         row_bytes=layout.row_bytes,
@@ -252,8 +251,7 @@ def _describe(meters: Meters, model: _Model, digest: str) -> None:
 
 
 async def _end(dispatcher: Dispatcher, encoder: EncoderEngine, shared_store: SharedStore | None) -> None:
-    """Ends what still goes on. Says so where something is still held then: that is a defect, and the service ends
-    anyway."""
+    """Stops what is still running. Logs a defect if something is still held afterwards; the service ends anyway."""
     try:
         async with asyncio.timeout(LAST_SECONDS):
             await dispatcher.stop()
@@ -266,7 +264,7 @@ async def _end(dispatcher: Dispatcher, encoder: EncoderEngine, shared_store: Sha
 
 
 def _shared_store(config: EncoderConfig, store: EmbeddingStore, layout: RowLayout) -> SharedStore | None:
-    """The shared store, at work, where there is one. It need not answer, now or ever."""
+    """The shared store, started, if there is one. It may be unreachable, now or at any time."""
     if not config.shared_store:
         return None
     from encoder_service.engine.shared_store_client import SharedStoreClient  # its library takes its time to import
@@ -288,7 +286,7 @@ async def _start(decoders: DecoderPool, dispatcher: Dispatcher, planner: HfPlann
 
 
 async def _started(grpc_server: GrpcServer, starting: asyncio.Task[None]) -> bool:
-    """Everything has started; False where a signal came first."""
+    """Waits for everything to start; False if a signal came first."""
     stopped = asyncio.create_task(grpc_server.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -298,7 +296,7 @@ async def _started(grpc_server: GrpcServer, starting: asyncio.Task[None]) -> boo
         return False
     try:
         starting.result()
-    except ExceptionGroup as group:  # `except*` makes a group of what is raised there, before Python 3.11.4
+    except ExceptionGroup as group:  # before Python 3.11.4, `except*` wraps what is raised there in a group
         if (expected := group.subgroup((WorkerError, ChildDied, OSError))) is None:
             raise
         raise expected.exceptions[0] from None
@@ -306,12 +304,12 @@ async def _started(grpc_server: GrpcServer, starting: asyncio.Task[None]) -> boo
 
 
 def _bounds(config: EncoderConfig, hf: HfModel | None) -> Bounds:
-    """What files are held to, and at how many samples a second the model takes sounds."""
+    """The limits of files, with the model's sample rate."""
     return config.bounds if hf is None else msgspec.structs.replace(config.bounds, sample_rate=hf.sound_rate)
 
 
 def _worker_settings(config: EncoderConfig, model: _Model) -> list[WorkerSettings]:
-    """What each worker is told: GPUs are handed out in turn, unless one was named; cores are shared."""
+    """The settings of each worker: GPUs are assigned in turn, unless one was named; cores are shared."""
     in_turn = model.device.startswith("cuda") and config.device in ("auto", "cuda")
     threads = config.threads or max(1, usable_cores() // config.workers)
     return [

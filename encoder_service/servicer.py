@@ -34,7 +34,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What the servicer speaks for."""
+    """The parts of the service."""
 
     config: EncoderConfig
     name: str
@@ -45,7 +45,7 @@ class Components:
 
     @property
     def modalities(self) -> Collection[Modality]:
-        """What the model takes."""
+        """The modalities that the model takes."""
         return self.model.modalities
 
 
@@ -89,7 +89,7 @@ class EncoderServicer(EncoderServiceServicer):
             log_deliveries(deliveries)
 
     async def Prefetch(self, request: encoder_pb2.PrefetchRequest, context: Context) -> encoder_pb2.PrefetchResponse:
-        """Encodes into the store behind the caller's back; answers when the headers are known."""
+        """Encodes into the store in the background; answers when the headers are known."""
         served = self._ready()
         convert.check_items(request.items, served.config)
         answer = encoder_pb2.PrefetchResponse()
@@ -106,7 +106,7 @@ class EncoderServicer(EncoderServiceServicer):
         return answer
 
     async def Probe(self, request: encoder_pb2.ProbeRequest, context: Context) -> encoder_pb2.ProbeResponse:
-        """Says which keys are here."""
+        """Answers which keys are here."""
         encoder = self._ready().encoder
         return encoder_pb2.ProbeResponse(present=await encoder.has(convert.read_keys(request), request.cache_salt))
 
@@ -182,7 +182,7 @@ class EncoderServicer(EncoderServiceServicer):
     async def FlushCache(
         self, request: encoder_pb2.EncoderServiceFlushCacheRequest, context: Context
     ) -> encoder_pb2.EncoderServiceFlushCacheResponse:
-        """Empties the store of what no one is reading."""
+        """Drops all entries that nobody reads."""
         entries, size = await self._ready().encoder.flush()
         return encoder_pb2.EncoderServiceFlushCacheResponse(entries=entries, bytes=size)
 

@@ -25,11 +25,11 @@ _log = log.get("dispatch")
 class Dispatcher:
     """Runs units on `settings`, one worker each. `start` and `stop` are its owner's.
 
-    A batch has at most `budget` patches and `max_units` units, and at most as many patches as a worker recently computed
+    A batch has at most `budget` patches and `max_units` units, and no more patches than a worker recently computed
     in `pass_seconds` (0: no such bound), so that later arrivals, and others on the same processor, wait no longer than
     that. A batch has at least one unit, and only one before any pace is known.
 
-    A batch that takes longer than `seconds` gets its worker killed. So does one that takes 20 times as long as expected,
+    A batch that takes longer than `seconds` gets its worker killed; so does one that takes 20 times what was expected,
     and at least `patience` seconds, unless it holds a unit that has killed a worker before: a second death gets such a
     unit refused for a minute, which a slow machine must not cause. A worker runs `module`, and fails to start if it is
     not ready within `start_seconds`. `stall` and `longest_pause` are as in `Workers`.

@@ -1,4 +1,4 @@
-"""What a checkpoint's JSON files say about its tower and its processors."""
+"""Reads a checkpoint's JSON files about its tower and its processors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _log = log.get("families")
 
 
 def resolve(model: str, revision: str = "") -> tuple[Checkpoint, ServedConfig]:
-    """As `Checkpoint.resolve`: a checkpoint, of whose shards those are needed that have a tensor of its tower, and how
-    it is served. Raises CheckpointError where it is not."""
+    """As `Checkpoint.resolve`: a checkpoint, of which only shards with tensors of its tower are needed, and how it is
+    served. Raises CheckpointError if it is not."""
     told: ServedConfig | None = None
 
     def needs(settings: Checkpoint) -> Sequence[str]:
@@ -36,15 +36,15 @@ def resolve(model: str, revision: str = "") -> tuple[Checkpoint, ServedConfig]:
 
 def served(checkpoint: Checkpoint) -> ServedConfig:
     """How a checkpoint is served: by a family of ours, else by transformers, which takes seconds to ask. Raises
-    CheckpointError where neither does."""
+    CheckpointError if neither serves it."""
     if find_family(checkpoint.config) is not None:
         return read(checkpoint)
     return HfConfig(describe(checkpoint))
 
 
 def read(checkpoint: Checkpoint) -> ModelConfig:
-    """Reads a checkpoint's settings, of a family of ours; raises CheckpointError where one is missing, not supported,
-    or contradicts another."""
+    """Reads a checkpoint's settings, of a family of ours; raises CheckpointError if one is missing, not supported, or
+    contradicts another."""
     config = checkpoint.config
     family = family_of(config)
     tower: Mapping[str, Any] | None = config.get(family.parts.section)

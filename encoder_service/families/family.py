@@ -1,4 +1,4 @@
-"""The nouns of a family, and of a checkpoint of one: what there is to know before its tower is loaded."""
+"""Families, and checkpoints of a family: what is known before the tower is loaded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from encoder_service.item import Inspection, Plan
 
 
 class Processor(Protocol):
-    """What a checkpoint does with items of one modality before its tower: how many rows an item has, known from its
-    header alone, and what of it is decoded and handed to the tower."""
+    """How a checkpoint's items of one modality are prepared for its tower: the number of rows, which follows from the
+    header, what is decoded, and what the tower gets."""
 
     @property
     def merge(self) -> int:
@@ -28,7 +28,7 @@ class Processor(Protocol):
         ...
 
     def rows(self, grid: Grid) -> int:
-        """Rows of a grid; 0 where no item has one like that."""
+        """Rows of a grid; 0 if no item has such a grid."""
         ...
 
     def plan(self, seen: Inspection, options: Options) -> Plan:
@@ -42,14 +42,14 @@ class Processor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Towers of one make, and the processors before them.
+    """Towers of one kind, and the processors before them.
 
-    `tower` is the class ("module:Class") that is built from the tower's part of config.json, imported by device workers
-    alone. `row_shape` reads there what a row is: (levels, width). `processors` reads, there and in the checkpoint's
-    other files, how items of each modality that the family serves are processed. Both raise CheckpointError for what is
-    not supported, and KeyError for what is not stated. `parts` is where a checkpoint has all of this; `complete` makes
-    of config.json what the tower is built from, where its section there is not all. `texts`: the kinds of text that the
-    LLM service's family goes with; empty: it has one of its own.
+    `tower` is the class ("module:Class"), built from the tower's part of config.json and imported by device workers
+    only. `row_shape` reads the shape of a row there: (levels, width). `processors` reads how items of each served
+    modality are processed, there and in the checkpoint's other files. Both raise CheckpointError for unsupported
+    settings, and KeyError for missing ones. `parts` says where a checkpoint has all of this; `complete` makes the
+    tower's settings of config.json, if the tower's section is not all of it. `texts` are the kinds of text that the LLM
+    service's family goes with; empty: its own.
     """
 
     tower: str
@@ -73,12 +73,12 @@ class ModelConfig:
 
     @property
     def modalities(self) -> Collection[Modality]:
-        """What it takes."""
+        """The modalities that it takes."""
         return self.processors.keys()
 
     @property
     def parts(self) -> EncoderParts:
-        """What of the checkpoint computes rows."""
+        """The parts of the checkpoint that compute rows."""
         return self.family.parts
 
 
@@ -105,12 +105,12 @@ class HfConfig:
 
     @property
     def modalities(self) -> Collection[Modality]:
-        """What it takes."""
+        """The modalities that it takes."""
         return [Modality(name) for name in self.hf.placeholders]
 
     @property
     def parts(self) -> EncoderParts:
-        """What of the checkpoint computes rows."""
+        """The parts of the checkpoint that compute rows."""
         return self.hf.encoder
 
 

@@ -1,5 +1,5 @@
-"""InternVL: a picture is cut into square tiles, as many and as wide as suit its ratio, and a small copy of all of it is
-one more; a frame of a video is one tile."""
+"""InternVL: a picture is cut into square tiles, in the arrangement that suits its aspect ratio, followed by a thumbnail
+of the whole; a video frame is one tile."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MERGE: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class TileSettings:
-    """Tiles of `side` pixels a side, and how they become patches; the bounds of `pixels` are those of all tiles of a
-    picture together, without the small copy."""
+    """Tiles of `side` × `side` pixels, and how they become patches; the bounds in `pixels` apply to all tiles of a
+    picture together, without the thumbnail."""
 
     side: int
     pixels: PixelSettings
@@ -41,7 +41,7 @@ class TileSettings:
         return self.side // self.pixels.patch
 
     def bounds(self, options: Options) -> tuple[int, int]:
-        """The fewest and the most tiles where a caller has options. One is the least that can be."""
+        """The fewest and most tiles, given a caller's options; at least one."""
         area = self.side**2
         fewest, largest = self.pixels.bounds(options)
         least, most = -(-fewest // area), max(largest // area, 1)
@@ -52,8 +52,8 @@ class TileSettings:
 
 @dataclass(frozen=True, slots=True)
 class PictureTiles:
-    """Pictures: resized to the arrangement of tiles whose ratio is nearest to theirs. Their grid has all tiles one
-    below the other, row by row, and last, where there are several, the small copy."""
+    """Pictures: resized to the arrangement of tiles whose aspect ratio is nearest to theirs. The grid has all tiles one
+    below the other, row by row, and, if there are several, the thumbnail last."""
 
     tiles: TileSettings
     preprocess: str = _PREPROCESS
@@ -81,16 +81,16 @@ class PictureTiles:
         return Plan(grid, self.rows(grid), (0,), seen.height, seen.width, resized)
 
     def plan_pixels(self, given: Pixels, options: Options) -> Plan:
-        """As a file that says of itself what they are."""
+        """As for a file with these dimensions."""
         return self.plan(Inspection(given.width, given.height), options)
 
 
 @dataclass(frozen=True, slots=True)
 class FrameTiles:
-    """Videos: each frame that is taken is resized to one tile, whatever its ratio, and is a frame group.
+    """Videos: each chosen frame is resized to one tile, whatever its aspect ratio, and is a frame group.
 
-    `sampled`: of a file `count` frames are taken, or, where that is None, `fps` each second, from `shift` on (None:
-    half a step), at equal steps; else all of them, unless a caller asks for fewer.
+    If `sampled`, `count` frames of a file are taken or, if that is None, `fps` per second, from `shift` on (None: half
+    a step), in equal steps; else all frames, unless a caller asks for fewer.
     """
 
     tiles: TileSettings
@@ -111,20 +111,20 @@ class FrameTiles:
         return self.tiles.pixels.rows(grid) if (grid.h, grid.w) == (side, side) else 0
 
     def plan(self, seen: Inspection, options: Options) -> Plan:
-        """Which frames, and when each is."""
+        """Which frames are taken, and the time of each."""
         frames = self._sample(seen.frames, seen.fps, options)
         times = [frame / seen.fps for frame in frames]
         return self._plan(frames, times, seen.height, seen.width, seen.frames / seen.fps / len(frames), options)
 
     def plan_pixels(self, given: Pixels, options: Options) -> Plan:
-        """Every frame is kept. Those without times are as far apart as `fps` says, or half a second."""
+        """All frames are kept. Frames without times are spaced by `fps`, or half a second apart."""
         fps = options.fps or self.fps or 2.0
         times = list(given.timestamps) or [frame / fps for frame in range(given.frames)]
         apart = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1 / fps
         return self._plan(range(given.frames), times, given.height, given.width, apart, options)
 
     def _sample(self, total: int, rate: float, options: Options) -> list[int]:
-        """20 frames, of which 4 are taken: 2 7 12 17."""
+        """4 of 20 frames are 2 7 12 17."""
         fps = options.fps or (self.fps if self.sampled and self.count is None else None)
         count = int(total / rate * fps) if fps else self.count if self.sampled and self.count else total
         count = max(min(count, options.max_frames or count, total), 1)
@@ -157,9 +157,10 @@ class FrameTiles:
 
 
 def arrangement(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """The (columns, rows) of `least` to `most` tiles of `side` pixels a side whose ratio is nearest to a picture's.
+    """The (columns, rows) of `least` to `most` tiles of `side` × `side` pixels whose aspect ratio is nearest to a
+    picture's.
 
-    Of several that are as near, the one with the most tiles that the picture fills by more than half.
+    Of equally near ones, the one with the most tiles of which the picture fills more than half.
     """
     best, apart = (1, 1), math.inf
     for columns, rows in arrangements(least, most):
@@ -202,11 +203,11 @@ _TOWER: Final[dict[str, Any]] = {
     "use_absolute_position_embeddings": True,
     "use_mean_pooling": True,
 }
-"""What transformers takes where config.json leaves it out."""
+"""transformers' defaults for settings missing in config.json."""
 
 
 def _complete(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of the tower, with what stands beside it: how its rows are made, and how wide they are."""
+    """The tower's section, with settings beside it: how its rows are made, and their width."""
     for name, only in (
         ("downsample_ratio", 1 / _MERGE),
         ("vision_feature_layer", -1),
@@ -224,14 +225,14 @@ def _complete(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _one(name: str, sides: Any) -> int:
-    """A side, which may be stated twice."""
+    """A side, which may be stated for both dimensions."""
     if isinstance(sides, list) and len(set(sides)) != 1:
         raise CheckpointError(f"only a square {name} is supported")
     return int(sides[0] if isinstance(sides, list) else sides)
 
 
 def _processors(checkpoint: Checkpoint, tower: Mapping[str, Any]) -> Mapping[Modality, Processor]:
-    """Both layouts are read, `processor_config.json` of newer saves first. Videos are left out where frames are not
+    """Reads both layouts, `processor_config.json` of newer versions first. Videos are left out if frames are not
     resized to the tower's tiles: the reference fails there."""
     saved = checkpoint.json("processor_config.json")
     image = saved.get("image_processor") or checkpoint.json("preprocessor_config.json")

@@ -32,15 +32,15 @@ class PixelSettings:
         return self.patch * self.merge
 
     def bounds(self, options: Options) -> tuple[int, int]:
-        """The area's bounds where a caller has options."""
+        """The bounds of the area, given a caller's options."""
         return bounds(self.min_pixels, self.max_pixels, options)
 
     def grid(self, groups: int, resized: tuple[int, int]) -> Grid:
-        """Patches of so many frame groups."""
+        """The grid of so many frame groups."""
         return Grid(groups, resized[0] // self.patch, resized[1] // self.patch)
 
     def rows(self, grid: Grid) -> int:
-        """Rows that a grid becomes; 0 where it does not divide into squares."""
+        """Rows of a grid; 0 if it does not divide into squares."""
         return 0 if grid.h % self.merge or grid.w % self.merge else grid.patches // self.merge**2
 
 

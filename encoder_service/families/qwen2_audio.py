@@ -16,8 +16,9 @@ from encoder_service.item import SAMPLE_RATE, Inspection, Plan
 
 @dataclass(frozen=True, slots=True)
 class ClipProcessor:
-    """Clips of at most `seconds`: of every `hop` samples the power in `bands`, over a window of `window` samples. Two
-    of these frames are a position of the tower, which a grid counts along its width, and two positions a row."""
+    """Clips of at most `seconds`: the power in `bands` bands of every `hop` samples, over windows of `window` samples.
+    Two of these frames make a position of the tower, which the grid counts along its width, and two positions make a
+    row."""
 
     bands: int
     window: int
@@ -47,7 +48,7 @@ class ClipProcessor:
         return Plan(grid, rows, (0,), 1, seen.frames, (1, seen.frames), depth=4)
 
     def plan_pixels(self, given: Pixels, options: Options) -> Plan:  # noqa: ARG002
-        """There are none."""
+        """Sounds have no pixels."""
         raise InvalidInput("pixels cannot be a sound", reason="BAD_PIXELS")
 
 
@@ -61,7 +62,7 @@ _DEFAULTS: Final = {
     "max_source_positions": 1500,
 }
 _DECODER_WIDTH: Final = 4096
-"""What transformers takes where config.json leaves it out, as that of the published checkpoint does."""
+"""transformers' default if config.json has none, which is also that of the published checkpoint."""
 
 
 def _complete(config: Mapping[str, Any]) -> Mapping[str, Any]:

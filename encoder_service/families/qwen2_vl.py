@@ -24,9 +24,9 @@ def _sample(seen: Inspection, video: VideoProcessor, fps: float, max_frames: int
     kept = min(max(total / seen.fps * fps, video.min_frames), max_frames, total)
     count = max(math.floor(kept / temporal) * temporal, 1)
     step = total / count
-    # The reference counts steps in float32, and rounding may give it one frame more. Where that is none of the
-    # video's, or one too many, it is left out: the reference fails there, or passes its own bound. Past some 8000
-    # frames it may be one off elsewhere too, since torch counts on in float32 within each vector of the machine's.
+    # The reference computes steps in float32, and rounding may add a frame. One that is beyond the video, or one too
+    # many, is left out: the reference fails there, or exceeds its own bound. Beyond some 8000 frames it may differ by
+    # one elsewhere too, since torch accumulates in float32 within each vector register.
     steps = (np.arange(math.ceil(total / step)) * step).astype(np.float32)
     return [int(frame) for frame in steps if frame < total][: max(max_frames, count)]
 

@@ -43,7 +43,7 @@ class ImageProcessor:
         return Plan(grid, pixels.rows(grid), (0,), seen.height, seen.width, resized)
 
     def plan_pixels(self, given: Pixels, options: Options) -> Plan:
-        """As a file that says of itself what they are."""
+        """As for a file with these dimensions."""
         return self.plan(Inspection(given.width, given.height), options)
 
 
@@ -82,7 +82,7 @@ class VideoProcessor:
         return self.pixels.rows(grid)
 
     def plan(self, seen: Inspection, options: Options) -> Plan:
-        """Which frames, how large, and when each frame group is."""
+        """Which frames are taken, their size, and the time of each frame group."""
         max_frames = min(self.max_frames, options.max_frames or self.max_frames)
         frames = self.rule.sample(seen, self, options.fps or self.fps, max_frames)
         resized = self.rule.resize(len(frames), seen.height, seen.width, self, options)
@@ -91,7 +91,7 @@ class VideoProcessor:
         return self._plan(frames, times, (seen.height, seen.width), resized, 1 / sampled_fps)
 
     def plan_pixels(self, given: Pixels, options: Options) -> Plan:
-        """Every frame is kept. Those without times are `fps` apart."""
+        """All frames are kept. Frames without times are spaced by `fps`."""
         resized = self.rule.resize(given.frames, given.height, given.width, self, options)
         fps = options.fps or self.fps
         times = list(given.timestamps) or [frame / fps for frame in range(given.frames)]
@@ -106,8 +106,8 @@ class VideoProcessor:
         resized: tuple[int, int],
         apart: float,
     ) -> Plan:
-        """The last frame stands there again until the last frame group is whole. A group's time is the mean of its
-        first and last frame's. `apart` are the seconds from one frame to the next."""
+        """The last frame is repeated until the last frame group is full. A group's time is the mean of its first and
+        last frame's. `apart` is the time between frames in seconds."""
         temporal = self.pixels.temporal
         missing = -len(frames) % temporal
         seconds = [*times, *[times[-1]] * missing]
@@ -126,7 +126,7 @@ class VideoProcessor:
 
 @dataclass(frozen=True, slots=True)
 class PixelDefaults:
-    """What the reference takes where a processor's settings leave it out."""
+    """The reference's defaults for settings that a processor lacks."""
 
     min_pixels: int
     max_pixels: int
@@ -136,7 +136,7 @@ class PixelDefaults:
 
 @dataclass(frozen=True, slots=True)
 class QwenProcessors:
-    """A family's own defaults; `read` has them give way to what a checkpoint states."""
+    """A family's defaults; in `read`, settings of the checkpoint take precedence."""
 
     image: PixelDefaults
     video: PixelDefaults
@@ -144,9 +144,9 @@ class QwenProcessors:
     max_video_tokens: int
 
     def read(self, checkpoint: Checkpoint, tower: Mapping[str, Any]) -> Mapping[Modality, Processor]:
-        """Both layouts are read: the published one (`preprocessor_config.json`, `video_preprocessor_config.json`,
-        bounds as `min_pixels` and `max_pixels`) and the one that `transformers` 5 saves (`processor_config.json`,
-        bounds as `size`). Raises CheckpointError for what is not supported, KeyError for what is not stated."""
+        """Reads both layouts: the published one (`preprocessor_config.json`, `video_preprocessor_config.json`, bounds
+        as `min_pixels` and `max_pixels`) and the one that `transformers` 5 saves (`processor_config.json`, bounds as
+        `size`). Raises CheckpointError for unsupported settings, KeyError for missing ones."""
         saved = checkpoint.json("processor_config.json")
         image = saved.get("image_processor") or checkpoint.json("preprocessor_config.json")
         video = saved.get("video_processor") or checkpoint.json("video_preprocessor_config.json") or image

@@ -28,7 +28,7 @@ FAMILIES: Final = {
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """The family of a config.json, where there is one for it and its text."""
+    """The family of a config.json; None if there is none for it or its text."""
     family = FAMILIES.get(config.get("model_type", "?"))
     if family is None or not family.texts:
         return family
@@ -36,7 +36,7 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """As `find_family`; raises CheckpointError, naming the known ones, where there is none."""
+    """As `find_family`; raises CheckpointError, which lists the known ones, if there is none."""
     family = find_family(config)
     if family is None:
         model_type = config.get("model_type", "?")

@@ -8,8 +8,8 @@ from common.media.item import Options
 
 
 def bounds(min_pixels: int, max_pixels: int, options: Options) -> tuple[int, int]:
-    """The area's bounds after resizing: the caller's where given, else the model's, which then gives way. A greatest
-    area may be given that holds only where it is the lesser."""
+    """The bounds of the area after resizing: the caller's if given, else the model's, which gives way. A caller may
+    also give an upper bound that only applies if it is the lower one."""
     most = options.max_pixels or max_pixels
     max_pixels = min(most, max_pixels) if options.lesser_max_pixels else most
     min_pixels = options.min_pixels or min_pixels

@@ -1,7 +1,7 @@
 """The decode process: the only place where untrusted bytes are parsed. It may be killed at any time.
 
-It takes one job at a time from its parent. What the decoders are known to raise becomes `Refused`; anything else ends
-the process, and the parent starts a new one.
+It takes one job at a time from its parent. Known errors of decoders become `Refused`; anything else ends the process,
+and the parent starts a new one.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _UNREADABLE = (
 """What Pillow, decord and PyAV raise for broken input."""
 
 _STANDARD_STREAMS = 3
-"""Descriptors that are always open, so that with this as their limit there is no number left for another."""
+"""Descriptors that are always open; with this limit no other can be opened."""
 
 
 def main(link_fd: int, staging_fd: int) -> None:
     """Serves jobs until the parent is gone."""
     die_with_parent()
     leave_signals_to_parent()
-    warnings.simplefilter("ignore")  # Pillow warns of broken metadata; nobody would read it
+    warnings.simplefilter("ignore")  # Pillow warns of broken metadata, which nobody would read
     link: ParentLink[Any] = ParentLink(link_fd, ToDecoder)
     settings = link.receive()
     assert isinstance(settings, DecoderSettings)
@@ -81,14 +81,14 @@ def main(link_fd: int, staging_fd: int) -> None:
 
 
 class OpenFile(Protocol):
-    """A file of some modality. Its methods raise one of `_UNREADABLE` where it cannot be read, or TooComplex, or
+    """A file of some modality. Its methods raise one of `_UNREADABLE` if it cannot be read, or TooComplex, or
     UnusualKind."""
 
     def __init__(self, data: bytes, settings: DecoderSettings) -> None: ...
 
     @staticmethod
     def prepare() -> None:
-        """Loads all that reading such files takes, since no module can be imported later."""
+        """Imports everything needed to read such files, since no module can be imported later."""
         ...
 
     def inspect(self) -> Inspection:
@@ -96,18 +96,19 @@ class OpenFile(Protocol):
         ...
 
     def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
-        """Writes frames by number into `out`, [len(frames), height, width, depth] uint8; yields how many are there."""
+        """Writes frames by number into `out`, [len(frames), height, width, depth] uint8; yields the number written so
+        far."""
         ...
 
 
 class SoundingFile(OpenFile, Protocol):
-    """A file that has sound besides, [n] float32 at the bounds' rate."""
+    """A file that also has sound, [n] float32 at the bounds' rate."""
 
     samples: np.ndarray
 
 
 class Desk:
-    """Does one job after the other. Of files that are to be kept open, the last one is, until it is decoded."""
+    """Does one job after the other. Of files that may stay open, the last one does, until it is decoded."""
 
     def __init__(self, staging: SharedBuffer, settings: DecoderSettings) -> None:
         self._staging = staging
@@ -116,7 +117,7 @@ class Desk:
         self._open: tuple[bytes, OpenFile] | None = None
 
     def answers(self, job: Inspect | Decode) -> Iterator[FromDecoder]:
-        """What comes of a job; the last is its end."""
+        """The answers to a job; the last one ends it."""
         try:
             if isinstance(job, Inspect):
                 yield self._inspect(job)
@@ -165,7 +166,7 @@ def _decoder(name: str) -> type[OpenFile]:
 
 
 def _hush() -> None:
-    """The decoders' libraries print what they were given on descriptor 2; only our own words keep their way there."""
+    """Decoders' libraries print to descriptor 2; it is closed to them, and kept for our own messages."""
     sys.stderr = os.fdopen(os.dup(2), "w")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -173,9 +174,9 @@ def _hush() -> None:
 
 
 def _restrict(memory_bytes: int) -> None:
-    """No core dumps, no file or socket opened, no file written, and a ceiling on memory, past which decoders raise
-    MemoryError or die. The decoders' libraries know formats that name files and addresses, and would open them. What
-    code that has taken the process over could undo, by closing a stream, `seccomp` refuses."""
+    """Forbids core dumps, opening files or sockets, and writing files, and bounds memory, beyond which decoders raise
+    MemoryError or die. Decoders' libraries know formats that name files and addresses, and would open these. What code
+    that has taken over the process could undo, by closing a stream, `seccomp` prevents."""
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),

@@ -21,7 +21,7 @@ _LONGEST = 8192
 """Characters of the longest address; signed ones of object stores are the longest in use."""
 
 _NUMBERS: Final = re.compile(r"https?://[0-9.]+([:/?#]|$)", re.IGNORECASE)
-"""An IP address in digits that the parser does not know, such as octal ones: a place, though an odd spelling of it."""
+"""An IP address in digits that the parser does not know, such as octal ones: still an address."""
 
 _PORTS: Final = {"http": 80, "https": 443}
 _EMBEDDED: Final = ipaddress.ip_network("64:ff9b::/96")
@@ -31,7 +31,7 @@ _UNICAST: Final = ipaddress.ip_network("2000::/3")
 _SPECIAL: Final = tuple(
     map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20"))
 )
-"""Protocol assignments, Teredo and 6to4 (which carry an IPv4 destination), documentation: where no media host is."""
+"""Protocol assignments, Teredo and 6to4 (which carry an IPv4 destination), documentation: no media host is there."""
 
 _PRIVATE: Final = tuple(
     map(
@@ -42,7 +42,7 @@ _PRIVATE: Final = tuple(
 _METADATA: Final = frozenset(
     map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254"))
 )
-"""Where clouds hand credentials to whoever asks, apart from the link-local 169.254.169.254."""
+"""Addresses where clouds hand out credentials, besides the link-local 169.254.169.254."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class Address:
 
 
 def parse(url: str, field: str) -> Address:
-    """Reads an address. Raises InvalidInput where it cannot be read or is not one of http or https, and Forbidden for
-    a file."""
+    """Reads an address. Raises InvalidInput if it is malformed or neither http nor https, and Forbidden for a file."""
     _check_text(url, field)
     try:
         read = httpx2.URL(url)
@@ -100,7 +99,7 @@ class HostRule:
 
     @classmethod
     def read(cls, entry: str, *, private: bool) -> HostRule:
-        """Reads an entry; raises ValueError, which names it, for one that makes no sense."""
+        """Reads an entry; raises ValueError, which names it, if it is invalid."""
         try:
             read = httpx2.URL(f"rule://{entry.removeprefix('*.').replace('*', 'any')}")
             host = read.raw_host.decode("ascii")
@@ -135,7 +134,7 @@ class HostRules:
         return bool(self._rules)
 
     def find(self, address: Address, field: str) -> HostRule:
-        """The entry that allows an address; raises Forbidden where none does."""
+        """The entry that allows an address; raises Forbidden if there is none."""
         rule = next((rule for rule in self._rules if rule.allows(address)), None)
         if rule is None:
             raise forbidden(field)
@@ -189,7 +188,7 @@ def is_reachable(answer: str, *, private: bool) -> bool:
 
 
 def forbidden(field: str) -> Forbidden:
-    """The one answer to every address that may not be fetched, so that it tells nothing of what is behind it."""
+    """The single answer for every address that may not be fetched, so that it reveals nothing of what is there."""
     said = (
         "media may not be fetched from this address, only from hosts that the encoders' --allow-media-host names,"
         " by default none; bytes can be sent instead, or a data address"

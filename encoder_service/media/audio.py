@@ -1,6 +1,6 @@
-"""Sound in the decode process: PyAV, held to the formats that were named by their first bytes. What comes of a file, or
-of a video's own track, is mono, of as many samples a second as the model takes: other rates are resampled, and channels
-averaged, or, of a video that is shown with its sound, mixed."""
+"""Sound in the decode process, by PyAV, restricted to the format that the first bytes show. The sound of a file, or of
+a video's own track, becomes mono at the model's sample rate: it is resampled, and channels are averaged, or mixed for a
+video that is shown with its sound."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NO_PACKAGE = "sound takes a package that is not installed"
 _LOUDEST = 1e4
 """Samples of floating point beyond this are no sound; full scale is 1."""
 _UNKNOWN = 0x7FFFF000
-"""From here on are the sizes that WAV files state whose length was not known when they were begun, by SoX, arecord and
-FFmpeg; or they state 0."""
+"""Sizes from here on are written by SoX, arecord and FFmpeg into WAV files whose length was not known at first; others
+write 0."""
 
 
 class AudioFile:
-    """A file with sound in the decode process (`__main__.OpenFile`): all of it is decoded at once, since few files say
-    how long they are."""
+    """A file with sound in the decode process (`__main__.OpenFile`): it is decoded all at once, since few files state
+    their length."""
 
     def __init__(self, data: bytes, settings: DecoderSettings) -> None:
         self._seen, self._samples = read(data, settings.bounds)
@@ -52,10 +52,10 @@ class AudioFile:
 
 
 def read(data: bytes, bounds: Bounds) -> tuple[Inspection, np.ndarray]:
-    """What a file is, and its samples [n] float32 at the bounds' rate, one more than are taken at most; none where
-    its rate or its channels are more than are taken.
+    """The file's description, and its samples [n] float32 at the bounds' rate, one more than allowed at most; none if
+    its rate or number of channels exceeds the limits.
 
-    Raises ValueError where it cannot be read, or is not all there, and TooComplex for too many parts.
+    Raises ValueError if it cannot be read, or is incomplete, and TooComplex for too many parts.
     """
     name = format_of(data[:512], AUDIOS)
     if name is None:
@@ -70,8 +70,8 @@ def read(data: bytes, bounds: Bounds) -> tuple[Inspection, np.ndarray]:
 
 
 def read_track(data: bytes, bounds: Bounds) -> tuple[Inspection, np.ndarray] | None:
-    """The same of a video's own sound, whose channels are mixed as FFmpeg does it, and with it the library: two become
-    (left + right) / √2. None where it has none. It has been opened as a video, and so is whole."""
+    """The same for a video's own sound, whose channels are mixed as FFmpeg does: two become (left + right) / √2. None
+    if it has none. It was opened as a video before, and so is complete."""
     name = format_of(data[:512], VIDEOS)
     if name is None:
         raise ValueError("not a video of a supported format")
@@ -86,7 +86,7 @@ def _track(data: bytes, name: str, bounds: Bounds, layout: str | None = None) ->
             stream: Any = file.streams.best("audio")
             if stream is None and not file.streams.audio:
                 return None
-            if stream is None or stream.codec_context is None:  # of a codec that nobody knows
+            if stream is None or stream.codec_context is None:  # an unknown codec
                 raise ValueError("there is no decodable sound")
             rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
     except av.FFmpegError as error:
@@ -102,7 +102,7 @@ def _track(data: bytes, name: str, bounds: Bounds, layout: str | None = None) ->
 def _decode(
     data: bytes, name: str, most: int, max_parts: int, wanted: int = SAMPLE_RATE, layout: str | None = None
 ) -> np.ndarray:
-    """At most `most` samples, `wanted` a second, and one more where there are more; channels are mixed to a `layout`
+    """At most `most` samples at `wanted` per second, and one more if there are more; channels are mixed to a `layout`
     before they are averaged."""
     parts, found, given = list[np.ndarray](), 0, 0
     count = PartCount(max_parts)
@@ -127,15 +127,14 @@ def _decode(
     samples = np.concatenate(parts)[: most + 1] if parts else np.empty(0, np.float32)
     if not len(samples):
         raise ValueError("there is no sound")
-    if not np.abs(samples).max() <= _LOUDEST:  # nor a NaN
+    if not np.abs(samples).max() <= _LOUDEST:  # a NaN as well
         raise ValueError("a sample is too large, or not a number")
     return samples
 
 
 def _mono(frame: Any) -> np.ndarray:
-    """The mean of all channels, [n] float32. They are interleaved: PyAV takes eight that lie apart for
-    more, and reads where nothing is."""
-    with np.errstate(invalid="ignore", over="ignore"):  # what is no sound is refused afterwards
+    """The mean of all channels, [n] float32. Channels are interleaved: PyAV misreads planar sound of eight channels."""
+    with np.errstate(invalid="ignore", over="ignore"):  # invalid samples are refused afterwards
         mean: np.ndarray = frame.to_ndarray().reshape(frame.samples, -1).mean(axis=1, dtype=np.float32)
     return mean
 
@@ -152,7 +151,7 @@ def _wav_is_whole(data: bytes, name: str) -> bool:
 
 
 def _check_length(data: bytes, name: str, given: int) -> None:
-    """Raises ValueError where a FLAC file says that it has more samples, of one channel, than came: 36 bits behind 13
-    bytes and a half of its first block's body."""
+    """Raises ValueError if a FLAC file states more samples, per channel, than arrived: 36 bits, 13 and a half bytes
+    into its first block's body."""
     if name == "FLAC" and given < int.from_bytes(data[21:26], "big") & ((1 << 36) - 1):
         raise ValueError("the file is cut off")

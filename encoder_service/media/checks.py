@@ -22,7 +22,7 @@ def check_item(item: Item, limits: MediaLimits) -> None:
     spec = SPECS[item.modality]
     _check_options(item.options, spec, item.field, limits)
     match item.source:
-        case Key() | Embedding() | Url():  # see `check_rows` and `Fetcher.check`; what a download brings comes back
+        case Key() | Embedding() | Url():  # see `check_rows` and `Fetcher.check`; downloads are checked later
             return
         case Pixels() if not spec.has_pixels:
             raise InvalidInput(f"pixels are not {item.modality}", reason="BAD_PIXELS", field=f"{item.field}.pixels")
@@ -79,7 +79,7 @@ def _check_options(options: Options, spec: ModalitySpec, field: str, limits: Med
         raise refuse("fps", "must be above 0 and at most 1000")
     if options.max_frames is not None and not 1 <= options.max_frames <= limits.max_frames:
         raise refuse("max_frames", f"must be from 1 to {limits.max_frames}")
-    if options.video_pruning_rate is not None and not 0 <= options.video_pruning_rate < 1:  # nor a NaN
+    if options.video_pruning_rate is not None and not 0 <= options.video_pruning_rate < 1:  # a NaN as well
         raise refuse("video_pruning_rate", "must be at least 0 and below 1")
     if options.video_pruning_rate and options.kept_rows is not None:
         raise refuse("video_pruning_rate", "does not go with kept_rows")
@@ -94,7 +94,7 @@ def check_listed(seen: Inspection, item: Item) -> None:
 
 
 def _check_pixel_options(pixels: Pixels, options: Options, field: str) -> None:
-    """All frames that were decoded, or listed, by the caller are kept, and those that have times are at those times."""
+    """All frames that the caller has decoded or listed are kept, and stated times are used."""
     if options.max_frames is not None:
         raise _bad_option(field, "max_frames", "does not go with a list of frames, which are all kept")
     if options.fps is not None and pixels.timestamps:
@@ -104,7 +104,7 @@ def _check_pixel_options(pixels: Pixels, options: Options, field: str) -> None:
 
 
 def no_video_sound(field: str) -> TwinlensError:
-    """What is raised where a model has no place for a video's sound between its frames."""
+    """The error for a model that cannot take a video's sound between its frames."""
     why = "this model does not take a video together with its sound"
     return Unsupported(why, reason="NO_VIDEO_SOUND", field=f"{field}.options.with_sound")
 
@@ -126,8 +126,8 @@ def check_rows(
 ) -> None:
     """Raises InvalidInput unless the rows are those of one item, in this model's layout.
 
-    `squares` are the rows of its whole grid, 0 where no item has such a grid; `max_patches` is the most of one frame
-    group. The values are not looked at; `check_finite` does that.
+    `squares` are the rows of its whole grid, 0 if no item has such a grid; `max_patches` bounds one frame group. Values
+    are not checked; `check_finite` does that.
     """
     grid, field, spec = rows.grid, f"{item.field}.embedding", SPECS[item.modality]
     if (rows.dtype, rows.levels, rows.width) != (layout.dtype, layout.levels, layout.width):
@@ -162,7 +162,7 @@ def _check_times(rows: Embedding, field: str, *, has_times: bool) -> None:
 
 
 def check_finite(rows: Embedding, field: str) -> None:
-    """Raises InvalidInput where a value is infinite or not a number. Takes milliseconds for megabytes."""
+    """Raises InvalidInput if a value is infinite or not a number. Takes milliseconds for megabytes."""
     assert rows.dtype is not None, "it is the model's"
     if not all_finite(rows.data, rows.dtype):
         raise _bad_rows("a value is infinite or not a number", field)

@@ -1,5 +1,5 @@
-"""What pictures are made of: chunks of a PNG, segments and scans of a JPEG, blocks of a GIF. Only heads are read. Those
-of a TIFF are in `tiff`."""
+"""The parts of pictures: chunks of a PNG, segments and scans of a JPEG, blocks of a GIF. Only their heads are read. For
+TIFF see `tiff`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _WEIGHT: Final = 256
 """For how many chunks a packed one counts: the decoder unpacks up to a megabyte of each."""
 
 _MARK: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-"""What ends entropy-coded data: a marker, but for those that restart it. A byte of 255 in it is followed by a zero."""
+"""Ends entropy-coded data: any marker except restart markers. A byte 255 in the data is followed by a zero."""
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ARITHMETIC: Final = 0xC9
 _PROGRESSIVE: Final = 2
-"""The lower two bits of such a frame's marker."""
+"""The lower two bits of a progressive frame's marker."""
 _FILL, _END, _SCAN = 0xFF, 0xD9, 0xDA
 _BARE: Final = frozenset((0x00, 0x01, *range(0xD0, 0xD9), _FILL))
 """Markers without a segment; a zero is none, and of bytes of 255 in a row the last one begins the marker."""
@@ -31,8 +31,8 @@ _RUN_LENGTHS: Final = (1, 2)
 
 
 def check(data: bytes, name: str, bounds: Bounds) -> None:
-    """Raises TooComplex for a picture of the format `name` that is made of more parts than are taken. Of a GIF those
-    before its first frame count, since no other is looked at. A WebP's parts cost its decoder next to nothing."""
+    """Raises TooComplex for a picture of format `name` with too many parts. Of a GIF, those before its first frame
+    count, since only that is read. A WebP's parts cost its decoder next to nothing."""
     match name:
         case "PNG":
             _check_png(data, PartCount(bounds.image_chunks))
@@ -53,7 +53,7 @@ def png_chunks(data: bytes) -> Iterator[bytes]:
 
 
 def png_end(data: bytes, begin: int, count: PartCount) -> int:
-    """Where the PNG ends that begins there, whose chunks are counted; behind the data where it is cut off."""
+    """Where the PNG that begins at `begin` ends; its chunks are counted. Behind the data if it is cut off."""
     at, kind = begin + 8, b""
     while kind != b"IEND" and at < len(data):
         count.add()
@@ -70,8 +70,8 @@ def _check_png(data: bytes, count: PartCount) -> None:
 
 
 def _check_gif(data: bytes, count: PartCount) -> None:
-    """Behind a head of 13 bytes and a palette come extensions: a mark, a label, and sub-blocks that begin with their
-    length, up to an empty one. What is none of all this is passed over, byte by byte."""
+    """A head of 13 bytes and a palette are followed by extensions: a mark, a label, and sub-blocks that begin with
+    their length, up to an empty one. Anything else is skipped byte by byte."""
     flags = data[10] if len(data) > 10 else 0
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     while at < len(data) and data[at] not in (_FRAME, _TRAILER):
@@ -95,8 +95,8 @@ def _check_bmp(data: bytes, max_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JpegLayout:
-    """`end` is where the first picture's end mark begins, or the length of a file that has none. `by_scans` says that
-    no scan holds all of the picture, `arithmetic` how it is coded, and `lacking` that scans are missing."""
+    """`end` is where the first picture's end mark begins, or the file's length if it has none. `by_scans`: no scan
+    holds the whole picture. `arithmetic` is its coding. `lacking`: scans are missing."""
 
     end: int
     by_scans: bool
@@ -113,12 +113,12 @@ class _Scans:
         self._progressive = False
         self._seen: set[int] = set()
         self._rough: set[tuple[int, int]] = set()
-        """Components and numbers of coefficients whose last bits are still to come."""
+        """Components and numbers of coefficients whose last bits are missing."""
         self.by_scans = False
         self.arithmetic = False
 
     def begin(self, number: int, head: bytes) -> None:
-        """The frame's segment: precision, height and width, and three bytes for each component, behind a count."""
+        """The frame's segment: precision, height and width, a count, and three bytes for each component."""
         self._components = frozenset(head[6::3])
         self.by_scans = self._progressive = number & 3 == _PROGRESSIVE
         self.arithmetic = number >= _ARITHMETIC
@@ -141,10 +141,10 @@ class _Scans:
 
 
 def read_jpeg(data: bytes, bounds: Bounds, begin: int = 0) -> JpegLayout:
-    """The layout of a JPEG's first picture, or of one that begins elsewhere. Raises TooComplex for too many segments or
-    scans.
+    """The layout of a JPEG's first picture, or of the one that begins at `begin`. Raises TooComplex for too many
+    segments or scans.
 
-    Bytes between segments, which a decoder passes over one by one, count as much as segments.
+    Bytes between segments, which a decoder skips one by one, count as segments.
     """
     count, scans = PartCount(bounds.image_chunks), _Scans(bounds.image_scans)
     at, end = begin + 2, len(data)

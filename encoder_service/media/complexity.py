@@ -1,7 +1,7 @@
-"""How much of a file's own structure is read at all: what a decoder walks through, however little it holds.
+"""Bounds how many parts of a file's structure are read.
 
-A picture of 64 pixels a side may consist of a million empty chunks, and a film of ten frames of a million empty
-elements. A decoder takes each of them up. So they are counted, in one pass over their heads, before it sees the file.
+A picture of 64 × 64 pixels may have a million empty chunks, and a film of ten frames a million empty elements, and a
+decoder visits each of them. So they are counted, in one pass over their heads, before a decoder sees the file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class UnusualKind(ValueError):
 
 
 class PartCount:
-    """Parts of one file, of which there may be `max_parts`."""
+    """Counts the parts of one file, at most `max_parts`."""
 
     def __init__(self, max_parts: int) -> None:
         self._left = max_parts
 
     def add(self, parts: int = 1) -> None:
-        """So many more; raises TooComplex for the first one too many."""
+        """Counts further parts; raises TooComplex beyond the bound."""
         self._left -= parts
         if self._left < 0:
             raise TooComplex("the file has too many parts")

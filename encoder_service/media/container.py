@@ -1,5 +1,5 @@
-"""What is known of a video file before its decoder sees it: that it is not made of too many parts, and that it is all
-there, as far as its container says how long it is. Only heads are read."""
+"""Checks a video file before its decoder sees it: that it does not have too many parts, and that it is complete, as far
+as its container states lengths. Only heads are read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NESTS: Final = frozenset(
         b"1c53bb6b bb b7 1941a469 61a7 1043a770 45b9 b6 80 1254c367 7373 63c0 67c8"
     ).split()
 )
-"""Elements whose bodies are elements: segment, seek heads, information, tracks, clusters and block groups, cues,
-attachments, chapters, tags, and what these hold."""
+"""Elements that contain elements: segment, seek heads, information, tracks, clusters and block groups, cues,
+attachments, chapters, tags, and their children."""
 _BLOCKS: Final = (b"\xa3", b"\xa1")
 _LACED = 0x06
 """Flags of a block that holds several frames."""
@@ -43,8 +43,8 @@ def check_parts(data: bytes, max_parts: int) -> None:
 
 
 def is_whole(data: bytes) -> bool:
-    """False where the container holds more bytes than the file has: of a download that broke off, the decoder's library
-    would show the frames that came, or a single grey one, and say nothing."""
+    """False if the container states more bytes than the file has: of an interrupted download, the decoder's library
+    would silently show the frames that arrived, or a grey one."""
     match format_of(data[:512], VIDEOS):
         case "MP4":
             return mp4.is_whole(data)
@@ -57,7 +57,7 @@ def is_whole(data: bytes) -> bool:
 
 
 def _avi_is_whole(data: bytes) -> bool:
-    """A long file is several lists in a row. What is no list behind the last is let be."""
+    """A long file is several lists in a row. Anything behind the last list is ignored."""
     at = 0
     while data[at : at + 4] == b"RIFF":
         size = int.from_bytes(data[at + 4 : at + 8], "little")
@@ -79,18 +79,18 @@ def _matroska_is_whole(data: bytes) -> bool:
 
 
 def _count_matroska(data: bytes, max_parts: int) -> None:
-    """Elements, and the frames of laced blocks. Where no element begins, a byte counts as one."""
+    """Counts elements, and frames of laced blocks. A byte where no element begins counts as one."""
     parts = PartCount(max_parts)
     for kind, begin, end in _elements(data):
         parts.add()
         if kind in _BLOCKS:
-            flags, _ = ebml_size(data, begin)  # behind the track's number, and two bytes of time
+            flags, _ = ebml_size(data, begin)  # after the track's number and two bytes of time
             if flags + 3 < end and data[flags + 2] & _LACED:
                 parts.add(data[flags + 3])
 
 
 def _elements(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """The kind of every element, and where its body begins and ends; those inside of another follow it."""
+    """The kind of every element, and where its body begins and ends; children follow their parent."""
     ends, at = [len(data)], 0
     while ends:
         if at + 2 > ends[-1]:

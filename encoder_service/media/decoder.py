@@ -1,6 +1,6 @@
-"""What the decode processes are asked: bounded in time and in memory, and asked again where one dies or stands still. A
-file is to blame for the processor time that it takes and for its process's death, not for what others did to it. A
-job's ranges in the staging arena go back to its caller only when no process can still write there."""
+"""Requests to the decode processes: bounded in time and memory, and repeated if a process dies or hangs. A file is
+blamed for the processor time that it takes and for its process's death, not for what others did to the process. A job's
+ranges in the staging arena go back to its caller only when no process can write there any more."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _log = log.get("decoder")
 
 
 class TimeBudget:
-    """The time for which one item may keep decode processes at work: all of its jobs, and all attempts, together.
+    """The time for which one item may occupy decode processes, over all of its jobs and attempts.
 
-    `left` is in seconds. A process that waits for its turn on a core spends nothing: what counts is the processor
-    time that it has had, or the time that has passed, whichever is less.
+    `left` is in seconds. A process waiting for a core spends nothing: the lesser of its processor time and the elapsed
+    time counts.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -50,7 +50,7 @@ class TimeBudget:
 
     @asynccontextmanager
     async def spent_by(self, pid: int) -> AsyncIterator[None]:
-        """A block in which the process with this id works for the item, left as a `CpuTimeLimit` is."""
+        """A context in which the process with this id works for the item; it ends as a `CpuTimeLimit` does."""
         async with CpuTimeLimit(pid, self.left) as limit:
             try:
                 yield
@@ -59,7 +59,7 @@ class TimeBudget:
 
 
 class DecoderPool:
-    """`processes` decode processes over one staging arena (`DecodeProcesses`), which have `seconds` for an item."""
+    """`processes` decode processes over one staging arena (`DecodeProcesses`), which may spend `seconds` on an item."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class DecoderPool:
         )
 
     async def turn(self, modality: Modality, size: int, caller: Caller) -> ExitStack:
-        """Waits until the job of an item of so many bytes may be done; its turn ends where the result is closed.
+        """Waits until a job for an item of so many bytes may begin; closing the result ends its turn.
 
-        Videos and long sounds take long, to look into as well: where there are several processes, one is kept for
-        everything else, and callers take turns with the others. A turn is taken before memory for the job is, so that
-        videos that wait do not hold what others need.
+        Videos and long sounds take long, even to inspect: if there are several processes, one is reserved for
+        everything else, and callers take turns on the others. A turn is taken before the job's memory, so that waiting
+        videos do not hold memory that others need.
         """
         return await self._slow.take(caller) if size >= SPECS[modality].slow_bytes else ExitStack()
 
@@ -109,12 +109,12 @@ class DecoderPool:
         time_budget: TimeBudget | None = None,
         with_sound: bool = False,
     ) -> Inspection:
-        """Parses the header of encoded bytes, in a `turn`. What is slow is kept open under `key`, until its process has
-        another one to look at. Where no `time_budget` is given, this is the item's only job. `with_sound`: a video's
-        sound is decoded as well.
+        """Parses the header of encoded bytes, in a `turn`. Slow files stay open under `key`, until their process
+        inspects another one. Without a `time_budget`, this is the item's only job. `with_sound`: a video's sound is
+        decoded as well.
 
-        Raises InvalidInput where they cannot be read, or that takes too long, and Unavailable where no process is
-        there, or those that tried were ended or stopped from outside.
+        Raises InvalidInput if the bytes cannot be read, or that takes too long, and Unavailable if there is no process,
+        or those that tried were killed or stopped from outside.
         """
         decoder = _decoder(modality, with_sound=with_sound)
         job = Inspect(key=_kept(key, modality), decoder=decoder, offset=data.offset, size=data.size)
@@ -137,7 +137,7 @@ class DecoderPool:
     ) -> None:
         """Decodes the plan's frames into `pixels`, in a `turn`; raises as `inspect`.
 
-        `on_frames` is told how many are there, as they come; where a process dies, they may come again, alike.
+        `on_frames` gets the number of frames so far; if a process dies, the same frames may come again.
         """
         job = Decode(
             key=_kept(key, modality),
@@ -226,7 +226,7 @@ class DecoderPool:
 
 
 def _kept(key: bytes, modality: Modality) -> bytes:
-    """What a file is kept open under; empty for one that is opened again as fast."""
+    """The key under which a file stays open; empty if opening it again is as fast."""
     return key if SPECS[modality].slow_bytes < math.inf else b""
 
 
@@ -235,7 +235,7 @@ def _decoder(modality: Modality, *, with_sound: bool) -> str:
 
 
 class _Struck(ChildDied):
-    """It was ended by somebody else."""
+    """The process was killed by somebody else."""
 
 
 def _ended(asked: asyncio.Future[FromDecoder]) -> bool:

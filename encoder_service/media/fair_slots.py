@@ -7,16 +7,16 @@ from collections import Counter
 from contextlib import ExitStack
 
 Caller = tuple[str, str]
-"""A tenant's salt, or, where there is none, where the connection comes from."""
+"""A tenant's salt or, without one, the client's address."""
 
 
 class FairSlots:
-    """`max_slots` slots. Of those who wait, the caller that holds the fewest is next, then the host, then the caller
-    whose last slot has come back the longest ago, or who has come since.
+    """`max_slots` slots. The next waiter is that of the caller with the fewest slots, then of the host with the fewest,
+    then the caller whose last slot was returned longest ago, or who has arrived since.
 
-    Where they are `kept_free`, a host, and a caller, gets a further one only while it holds fewer than are free. So
-    whoever is alone has half of them, and whoever comes next finds some: of 16 slots that one host would hold for ever
-    it gets 8, a second such host 4, a third one 2.
+    With `kept_free`, a host, and a caller, gets a further slot only while it holds fewer than are free. So a lone
+    caller gets half of the slots, and the next one finds some: of 16 slots, a first host gets 8, a second one 4, a
+    third one 2.
     """
 
     def __init__(self, max_slots: int, *, kept_free: bool) -> None:
@@ -27,7 +27,7 @@ class FairSlots:
         self._waiting: list[_Claim] = []
 
     async def take(self, caller: Caller, host: str = "") -> ExitStack:
-        """A slot, once there is one for this caller and this host. Whoever takes it closes it, once or more often."""
+        """A slot, once there is one for this caller and host. The caller closes it, once or repeatedly."""
         claim = _Claim(caller, host)
         self._waiting.append(claim)
         self._serve()
@@ -59,7 +59,7 @@ class FairSlots:
 
     def _give_back(self, claim: _Claim) -> None:
         self._free += 1
-        self._hosts -= Counter((claim.host,))  # which forgets those that hold none
+        self._hosts -= Counter((claim.host,))  # drops hosts without slots
         self._callers -= Counter((claim.caller,))
         self._waiting.sort(key=lambda each: each.caller == claim.caller)  # behind the others
         self._serve()

@@ -23,13 +23,13 @@ from encoder_service.media.address import Address, HostRule, HostRules, forbidde
 from encoder_service.media.fair_slots import Caller, FairSlots
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-"""From a host and a port to every IP address that the host has; raises OSError where there is none."""
+"""Resolves a host and a port to all of the host's IP addresses; raises OSError if there are none."""
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MAX_REDIRECTS = 3
 _TRY_LATER = (408, 425, 429)
 _MAX_ADDRESSES = 4
-"""Addresses of one host that are tried, in the order in which they were answered."""
+"""Most addresses of a host that are tried, in the order of the answer."""
 
 _HEADERS = [(b"User-Agent", b"twinlens"), (b"Accept", b"*/*"), (b"Accept-Encoding", b"identity")]
 
@@ -38,7 +38,8 @@ _log = log.get("fetch")
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the service's configuration has several bases
 class FetchConfig:
-    """Options of fetching. A host is `example.org`, `*.example.org` or `*`, with `:port` where it is not 80 or 443."""
+    """Options of fetching. A host is `example.org`, `*.example.org` or `*`, followed by `:port` if it is not 80 or
+    443."""
 
     allow_media_host: tuple[str, ...] = option(
         (),
@@ -66,7 +67,7 @@ class FetchConfig:
 
 @dataclass(slots=True)
 class _Asked:
-    """What a caller asked for, and whether it `waits` for a slot just now."""
+    """A caller's request, and whether it `waits` for a slot."""
 
     max_bytes: int
     field: str
@@ -75,7 +76,7 @@ class _Asked:
     waits: bool = False
 
     async def waiting(self, slot: Awaitable[ExitStack]) -> ExitStack:
-        """The slot, once it is there."""
+        """The slot, once there is one."""
         self.waits = True
         taken = await slot
         self.waits = False
@@ -83,7 +84,7 @@ class _Asked:
 
 
 class Fetcher:
-    """Fetches media. `resolve` and `tls` are there for tests."""
+    """Fetches media. `resolve` and `tls` exist for tests."""
 
     def __init__(
         self, config: FetchConfig, *, resolve: Resolve | None = None, tls: ssl.SSLContext | None = None
@@ -97,8 +98,8 @@ class Fetcher:
         self._tls = tls
 
     def check(self, url: str, field: str) -> Address:
-        """The address, where it makes sense and is on a list. Raises InvalidInput or Forbidden. It looks nothing up, so
-        that of a host's name it is not known yet whether the host may be connected to."""
+        """The parsed address, if it is valid and on a list. Raises InvalidInput or Forbidden. Nothing is resolved, so
+        whether the host may be connected to is not known yet."""
         address = parse(url, field)
         rule = self._rules.find(address, field)
         number = literal(address.host)
@@ -116,12 +117,12 @@ class Fetcher:
     ) -> bytearray:
         """The content at an address, at most `max_bytes`, for a caller who shares the slots with others.
 
-        `on_size` is told how large it is, or how much of it there is if its host does not say, before that is taken.
-        What it raises ends the download.
+        `on_size` is called with the content's size, or with the bytes so far if the host does not state it, before they
+        are read. Its errors cancel the download.
 
-        Raises InvalidInput (an address that makes no sense, too many redirects, content that is too large), Forbidden,
-        Precondition (the host does not have it), Unavailable (the host fails) and DeadlineExceeded (it is too slow, or
-        all slots for it or for the caller are taken for too long).
+        Raises InvalidInput (an invalid address, too many redirects, content that is too large), Forbidden, Precondition
+        (the host does not have it), Unavailable (the host fails) and DeadlineExceeded (it is too slow, or all slots are
+        taken for too long).
         """
         address, asked = self.check(url, field), _Asked(max_bytes, field, caller, on_size)
         try:
@@ -143,7 +144,7 @@ class Fetcher:
         raise InvalidInput(f"more than {_MAX_REDIRECTS} redirects", reason="TOO_MANY_REDIRECTS", field=asked.field)
 
     async def _get(self, address: Address, asked: _Asked) -> bytearray | str:
-        """The content at an address, or where a redirect leads. One connection, for this request alone."""
+        """The content at an address, or the target of a redirect. Uses one connection, for this request only."""
         max_bytes, field = asked.max_bytes, asked.field
         resolve = self._resolve or partial(self._look_up, asked)
         network = _CheckedNetwork(resolve, self._rules.find(address, field), field)
@@ -186,9 +187,9 @@ class Fetcher:
 
 
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
-    """Connects to a host's addresses once every one of them was found to be reachable.
+    """Connects to a host's addresses after checking that all of them may be reached.
 
-    The library would connect by name; the certificate and the Host header remain those of the name, and no second
+    The library would connect by name. The certificate and the Host header remain those of the name, and no second
     look-up can come between check and connection.
     """
 
@@ -206,7 +207,7 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Raises Forbidden where one answer is not reachable, be it the only bad one among many."""
+        """Raises Forbidden if any of the host's addresses may not be reached."""
         answers = await self._answers(host, port)
         if not all(is_reachable(answer, private=self._rule.private) for answer in answers):
             _log.warning("a media host is in a network that is not allowed", host=host)
@@ -239,7 +240,7 @@ def _addresses(host: str, port: int) -> list[str]:
 
 
 def _text(header: bytes) -> str:
-    """A header as it was meant: what is not ASCII is UTF-8, as browsers have it, or, where it cannot be, Latin-1."""
+    """A header's text: UTF-8, as browsers read it, or Latin-1 if it is not."""
     try:
         return header.decode("utf-8")
     except UnicodeDecodeError:
@@ -247,7 +248,7 @@ def _text(header: bytes) -> str:
 
 
 def _check_answer(status: int, headers: dict[bytes, bytes], max_bytes: int, field: str) -> int:
-    """How many bytes it is said to have; 0 where it is not said."""
+    """The stated size in bytes; 0 if it is not stated."""
     if status >= 500 or status in _TRY_LATER:
         raise _failed("the media host cannot answer now", field)
     if status != 200:

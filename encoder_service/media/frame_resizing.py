@@ -1,5 +1,5 @@
-"""Frames of a video that are resized in the decode process, so that no more than a few are there as they come; and
-pictures that are, since their model's processor knows no bounds."""
+"""Resizes video frames in the decode process, so that only a few full-size frames exist at a time; and pictures whose
+model's processor has no bounds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ class Frames(Protocol):
     """A video's file, as far as it is asked here (`__main__.OpenFile`)."""
 
     def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
-        """Writes frames by number into `out`, [len(frames), height, width, 3] uint8; yields how many are there."""
+        """Writes frames by number into `out`, [len(frames), height, width, 3] uint8; yields the number written so
+        far."""
         ...
 
 
 def decode_resized(file: Frames, numbers: Sequence[int], whole: tuple[int, int], out: np.ndarray) -> Iterator[int]:
-    """As `Frames.decode`, of frames of `whole` (height, width), each of which is resized to those of `out`, antialiased
-    bicubic. Pillow's weights have 22 bits where those of torch have 15: one number in some hundreds is one off."""
+    """As `Frames.decode`, with frames of `whole` (height, width), each resized to the size in `out`, antialiased
+    bicubic. Pillow's weights have 22 bits and torch's 15, so one number in some hundreds differs by one."""
     room = np.empty((min(_AT_ONCE, len(numbers)), *whole, 3), np.uint8)
     size = out.shape[2], out.shape[1]
     for first in range(0, len(numbers), _AT_ONCE):

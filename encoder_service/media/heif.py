@@ -1,4 +1,4 @@
-"""HEIF pictures in the decode process, by pillow-heif, where it is installed."""
+"""HEIF pictures in the decode process, by pillow-heif, if it is installed."""
 
 from __future__ import annotations
 

@@ -29,15 +29,15 @@ _TO_UPRIGHT: Final[dict[object, Image.Transpose]] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What is done to a picture of each EXIF orientation; of 1, and of what is none, nothing."""
+"""The transposition for each EXIF orientation; orientation 1 and invalid ones need none."""
 _SIDEWAYS = (5, 6, 7, 8)
 _WORDS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 
 _ONES = b"\xff\x00"
-"""Eight bits that are set, as they stand in entropy-coded data. No code has ones alone, so that even an empty block
-takes more than one such byte; behind the data, it is nothing at all."""
+"""Set bits as they appear in entropy-coded data. No code consists of ones only, so even an empty block takes more than
+one such byte; behind the data they mean nothing."""
 _AHEAD = 8
-"""How many of them a decoder may read ahead of what it needs: as many as its buffer of 64 bits holds."""
+"""How many of them a decoder may read in advance: as many as its 64-bit buffer holds."""
 _STEPS = 16
 _END = b"\xff\xd9"
 
@@ -62,14 +62,14 @@ class ImageFile:
 
     def decode(self, _: Sequence[int], out: np.ndarray) -> Iterator[int]:
         decode(self._data, out, self._bounds)
-        return iter(())  # all of it is there at once
+        return iter(())  # decoded all at once
 
 
 def inspect(data: bytes, bounds: Bounds) -> Inspection:
-    """A picture's dimensions once its EXIF orientation is applied; pixels are decoded only where it stands behind them.
+    """A picture's dimensions after its EXIF orientation; pixels are decoded only if the orientation is stored behind
+    them.
 
-    Of a picture of more pixels than are taken, the dimensions come back as they stand in the file. Raises TooComplex
-    and UnusualKind.
+    For a picture with too many pixels, the stored dimensions are returned. Raises TooComplex and UnusualKind.
     """
     with _open(data, bounds) as image:
         width, height = image.size
@@ -81,8 +81,8 @@ def inspect(data: bytes, bounds: Bounds) -> Inspection:
 def decode(data: bytes, out: np.ndarray, bounds: Bounds) -> None:
     """Writes the picture, upright and as RGB, into `out`, [1, height, width, 3] uint8.
 
-    Of an animation the first frame is taken, and of a TIFF the first page. Raises ValueError where the size is not the
-    one that was announced, or pixels are missing, and TooComplex and UnusualKind.
+    Of an animation the first frame is taken, of a TIFF the first page. Raises ValueError if the size is not the
+    announced one, or pixels are missing, and TooComplex and UnusualKind.
     """
     name = format_of(data[:512], IMAGES)
     if name == "PNG":
@@ -102,8 +102,8 @@ def decode(data: bytes, out: np.ndarray, bounds: Bounds) -> None:
 
 
 def _upright(image: PillowFile, orientation: object) -> Image.Image:
-    """A picture with its orientation applied. The library's own way writes the rest of the EXIF anew, and fails at a
-    tag that it can read and cannot write."""
+    """A picture with its orientation applied. Pillow's own function rewrites the rest of the EXIF, and fails for tags
+    that it can read but not write."""
     method = _TO_UPRIGHT.get(orientation)
     return image if method is None else image.transpose(method)
 
@@ -117,16 +117,16 @@ def _orientation(image: Image.Image, data: bytes, bounds: Bounds) -> Any:
 
 
 def _has_late_words(data: bytes) -> bool:
-    """A PNG has metadata behind its pixels."""
+    """Whether a PNG has metadata behind its pixels."""
     kinds = chunks.png_chunks(data)
     return b"IDAT" in kinds and any(kind in _WORDS for kind in kinds)
 
 
 def _rgb(image: Image.Image, *, inverted: bool) -> Image.Image:
-    """An image as RGB; what is transparent shows white behind it, as browsers have it, and those who serve such models.
+    """An image as RGB, with transparent parts on white, as in browsers and other servers of such models.
 
-    Of 16-bit grey, which may be `inverted`, the upper byte is kept: Pillow alone would show all but the darkest 256
-    values as white.
+    The upper byte of 16-bit grey, which may be `inverted`, is kept: Pillow would show all but the darkest 256 values as
+    white.
     """
     if image.mode.startswith("I;16"):
         upper = (np.asarray(image) >> 8).astype(np.uint8)
@@ -152,13 +152,12 @@ def _open(data: bytes, bounds: Bounds) -> PillowFile:
 
 
 def _load_jpeg(image: PillowFile, data: bytes, layout: JpegLayout) -> None:
-    """Decodes the pixels of an opened JPEG. Raises ValueError where the file does not hold all of them, and OSError
-    where they cannot be read.
+    """Decodes the pixels of an opened JPEG. Raises ValueError if the file does not hold all of them, and OSError if
+    they cannot be read.
 
-    The library that Pillow decodes with shows grey where a file ends too soon, and tells nobody. So it gets the file
-    without its end mark, and then bytes that no picture needs: a decoder that has all of its picture passes over them;
-    one that lacks some takes them for the rest of it. Arithmetic coding, which may end anywhere, is read as
-    Pillow does.
+    Pillow's library silently shows grey if a file ends too soon. So it gets the file without its end mark, and then
+    bytes that no picture needs: a decoder that has its whole picture skips them; one that lacks some takes them for the
+    rest. Arithmetic coding, which may end anywhere, is read as Pillow does.
     """
     if layout.lacking:
         raise ValueError("a component of the picture has no scan")
@@ -168,8 +167,8 @@ def _load_jpeg(image: PillowFile, data: bytes, layout: JpegLayout) -> None:
     feed = _Feed(image)
     feed(data[: layout.end] + _AHEAD * _ONES)
     if layout.by_scans:
-        # The last scan's last block is either done, and all that follows is passed over, or a part of it is left, which
-        # cannot be taken before there is more.
+        # Either the last scan's last block is complete, and everything after it is skipped, or a part of it is missing,
+        # and more is needed.
         for _ in range(_STEPS):
             if feed(_ONES):
                 raise ValueError("the picture's last scan is cut off")
@@ -191,7 +190,7 @@ class _Feed:
         self.done = False
 
     def __call__(self, data: bytes) -> int:
-        """Gives it more; returns how many bytes it could not take yet. Raises OSError where they cannot be read."""
+        """Feeds more data; returns how many bytes it could not take yet. Raises OSError if they cannot be read."""
         if self.done:
             return 0
         given = self._rest + data

@@ -17,7 +17,7 @@ MAX_SECONDS = 1e7
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the service's configuration has two bases
 class MediaLimits:
-    """Options that bound what is accepted. Areas are in pixels: width times height."""
+    """Limits of media. Areas are in pixels: width times height."""
 
     max_image_bytes: int = option(20 << 20, "largest encoded picture", parse=size, minimum=1, group="limits on media")
     max_video_bytes: int = option(64 << 20, "largest encoded video", parse=size, minimum=1)
@@ -54,7 +54,7 @@ class MediaLimits:
 
     @property
     def bounds(self) -> Bounds:
-        """What the decode processes hold files to, before a decoder sees them."""
+        """The limits that decode processes apply before a decoder runs."""
         return Bounds(
             image_area=self.max_image_area,
             image_chunks=self.max_image_chunks,
@@ -73,7 +73,7 @@ def check_picture(seen: Inspection, field: str, limits: MediaLimits) -> None:
 
 
 def check_video(seen: Inspection, field: str, limits: MediaLimits) -> None:
-    """Checks what a video claims of itself before frames are decoded."""
+    """Checks a video's header before frames are decoded."""
     check_sides(seen.width, seen.height, field, limits)
     if not math.isfinite(seen.fps) or not 0 < seen.fps <= 1000 or seen.frames < 1:
         raise InvalidInput("the video has no usable frame rate or length", reason="VIDEO_UNREADABLE", field=field)
@@ -86,7 +86,7 @@ def check_video(seen: Inspection, field: str, limits: MediaLimits) -> None:
 
 
 def check_sound(seen: Inspection, field: str, limits: MediaLimits) -> None:
-    """Checks what a file's sound is, which has been decoded as far as that allows."""
+    """Checks a file's sound, which was decoded as far as the limits allow."""
     if not 0 < seen.fps <= limits.max_audio_rate or not 0 < seen.channels <= limits.max_audio_channels:
         raise InvalidInput(
             f"the sound must have at most {limits.max_audio_rate} samples a second, of {limits.max_audio_channels} "
@@ -103,14 +103,14 @@ def check_sound(seen: Inspection, field: str, limits: MediaLimits) -> None:
 
 
 def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) -> None:
-    """Checks what would be decoded and computed. `max_patches` is the most of one frame group."""
+    """Checks what would be decoded and computed. `max_patches` bounds one frame group."""
     if len(plan.frames) > 1 and plan.pixels > limits.max_video_area:
         raise InvalidInput(
             f"the kept frames have more than {limits.max_video_area} pixels together; sample fewer",
             reason="VIDEO_TOO_LARGE",
             field=field,
         )
-    if len(set(plan.frames)) > limits.max_frames:  # those that fill the last frame group are there twice
+    if len(set(plan.frames)) > limits.max_frames:  # frames that fill the last frame group are repeated
         raise InvalidInput(
             f"more than {limits.max_frames} of the video's frames would be kept; sample fewer",
             reason="VIDEO_TOO_LONG",
@@ -126,8 +126,9 @@ def check_plan(plan: Plan, field: str, limits: MediaLimits, max_patches: int) ->
 
 
 def fitted(plan: Plan, limits: MediaLimits) -> Plan:
-    """The plan of a video whose frames would be too large together, such that each is resized as soon as it is decoded,
-    by Pillow in place of torch: some numbers differ by one grey level. Any other plan as it is."""
+    """The plan of a video whose frames would be too large together, changed so that each is resized as soon as it is
+    decoded, by Pillow instead of torch, which changes some values by one grey level. Other plans are returned
+    unchanged."""
     if len(plan.frames) <= 1 or plan.pixels <= limits.max_video_area or plan.resized == (plan.height, plan.width):
         return plan
     height, width = plan.resized

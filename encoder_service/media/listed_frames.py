@@ -1,5 +1,5 @@
-"""Videos that are lists of pictures, one JPEG, PNG or WebP behind the other, as `data:video/jpeg` addresses have them:
-whoever has chosen the frames of a video sends these alone."""
+"""Videos that are lists of pictures: JPEGs, PNGs or WebPs one after the other, as in `data:video/jpeg` addresses, by
+clients that choose the frames themselves."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from encoder_service.media.sniff import IMAGES, format_of
 _END_BYTES: Final = 2
 """Of the mark that ends a JPEG."""
 _HEAD: Final = 16
-"""Bytes by which a picture's format is told."""
+"""Bytes needed to recognise a picture's format."""
 
 
 class ListedFrames:
-    """Its frames, which are read one by one. Raises ValueError where there is something else between them, or the last
-    one has no end, and TooComplex."""
+    """The frames, read one by one. Raises ValueError if there is something else between them, or the last one is cut
+    off, and TooComplex."""
 
     def __init__(self, data: bytes, bounds: Bounds) -> None:
         self._data, self._bounds = data, bounds
@@ -37,12 +37,12 @@ class ListedFrames:
             at = end
 
     def inspect(self) -> Inspection:
-        """The size of the first frame, and how many there are."""
+        """The size of the first frame, and the number of frames."""
         seen = image.inspect(self._frame(0), self._bounds)
         return Inspection(seen.width, seen.height, len(self._places), LISTED_FPS, listed=True)
 
     def decode(self, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
-        """See `__main__.OpenFile`. Raises ValueError where a frame has another size than the first."""
+        """See `__main__.OpenFile`. Raises ValueError if a frame's size differs from the first one's."""
         for place, number in enumerate(frames):
             if place and number == frames[place - 1]:  # the last one fills a group of frames
                 out[place] = out[place - 1]
@@ -56,13 +56,13 @@ class ListedFrames:
 
 
 def _end(data: bytes, begin: int, bounds: Bounds, count: PartCount) -> int:
-    """Where the picture ends that begins there."""
+    """Where the picture that begins at `begin` ends."""
     match format_of(data[begin : begin + _HEAD], IMAGES):
         case "JPEG":
             return chunks.read_jpeg(data, bounds, begin).end + _END_BYTES
         case "PNG":
             return chunks.png_end(data, begin, count)
-        case "WEBP":  # RIFF: four signs, the length of what follows, and that, with a byte more where it is odd
+        case "WEBP":  # RIFF: four characters, a length, and the body, padded to an even length
             size = int.from_bytes(data[begin + 4 : begin + 8], "little")
             return begin + 8 + size + size % 2
     raise ValueError("between two frames is something else")

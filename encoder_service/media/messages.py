@@ -1,5 +1,5 @@
-"""What the service says to its decode processes, and to the one that plans items, and what these answer. Bytes and
-pixels travel in the staging arena."""
+"""Messages between the service, its decode processes, and the process that plans items. Bytes and pixels travel in the
+staging arena."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from encoder_service.item import SAMPLE_RATE, Inspection
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What a decode process takes; the options of `MediaLimits` say what each is. Areas are in pixels. Sounds are
-    resampled to `sample_rate`."""
+    """The limits of a decode process; see the options of `MediaLimits`. Areas are in pixels. Sounds are resampled to
+    `sample_rate`."""
 
     image_area: int
     image_chunks: int
@@ -25,10 +25,10 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class DecoderSettings(msgspec.Struct, tag=True):
-    """First message to a decode process.
+    """The first message to a decode process.
 
-    The arena's size, the most memory it may map beyond it, in bytes, the threads that may decode one video, what files
-    are held to, and the classes ("module:Class") that read files.
+    The arena's size, the most memory it may map in addition, in bytes, the number of threads for decoding one video,
+    the limits of files, and the classes ("module:Class") that read files.
     """
 
     staging_bytes: int
@@ -41,7 +41,7 @@ class DecoderSettings(msgspec.Struct, tag=True):
 class Inspect(msgspec.Struct, tag=True):
     """Parse the header of the encoded bytes at [offset, offset + size), by the class `decoder` of the settings.
 
-    With a `key`, which names the content, the file is kept open under it, in the place of the last one, so that it need
+    With a `key`, which identifies the content, the file stays open under it instead of the last one, so that it need
     not be opened again to be decoded.
     """
 
@@ -52,7 +52,7 @@ class Inspect(msgspec.Struct, tag=True):
 
 
 class Decode(msgspec.Struct, tag=True):
-    """Decode frames of the encoded bytes into `pixels`, an offset: [frames, height, width, depth] uint8, behind so many
+    """Decode frames of the encoded bytes to offset `pixels`: [frames, height, width, depth] uint8, preceded by
     `samples` of a video's sound, float32.
 
     `key` and `decoder` as in `Inspect`; `whole` as in `Plan`.
@@ -72,7 +72,7 @@ class Decode(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The decode process can work. `unconfined` says why the kernel does not refuse it what it has no use for."""
+    """The decode process is ready. `unconfined` says why the kernel could not restrict its system calls, if so."""
 
     unconfined: str = ""
 
@@ -84,7 +84,7 @@ class Inspected(msgspec.Struct, tag=True):
 
 
 class Decoding(msgspec.Struct, tag=True):
-    """The pixels of the first `frames` frames are written; more are to come."""
+    """The pixels of the first `frames` frames are written; more will follow."""
 
     frames: int
 
@@ -115,7 +115,7 @@ class PlannerStartFailed(msgspec.Struct, tag=True):
 
 
 class ChooseFrames(msgspec.Struct, tag=True):
-    """Which frames are taken of a video of so many? `wanted` of each second were asked for; 0: none were."""
+    """Which frames are taken of a video with so many? `wanted` per second were asked for; 0: not stated."""
 
     total: int
     fps: float
@@ -129,9 +129,9 @@ class Chosen(msgspec.Struct, tag=True):
 
 
 class PlanItem(msgspec.Struct, frozen=True, tag=True):
-    """What stands in a prompt for an item of this size? Of a video: for frames with these numbers, of `total`, `fps`
-    each second, of which so many were `wanted`, and so many samples of its sound between them. Of sound: for so many
-    samples."""
+    """What does the prompt have for an item of this size? For a video: with frames of these numbers, of `total` at
+    `fps` per second, of which `wanted` per second were asked for, and so many samples of its sound. For sound: with so
+    many samples."""
 
     height: int = 0
     width: int = 0

@@ -1,5 +1,5 @@
-"""The modalities that there are, a row for each: all that differs between their files. What a model makes of their
-items, and whether it takes them, its family says (`families.family.Processor`)."""
+"""The modalities, one row each, with everything that differs between their files. How a model processes their items,
+and whether it takes them, is up to its family (`families.family.Processor`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LONG_SOUND = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModalitySpec:
-    """How items of one modality are told, bounded and decoded; `common.media.item.HEADER_SHAPES` has the rest of it.
+    """How items of one modality are recognised, bounded and decoded; `common.media.item.HEADER_SHAPES` has the rest.
 
-    `formats` are those that are taken. `options` are those that it knows. `has_pixels` says that a caller may have
-    decoded it. Files of `slow_bytes` or more take long, to look into as well, so that not all decode processes are
-    given to them at once. Where there are such files, what was opened to look at any is kept open to be decoded.
+    `formats` are accepted. `options` are the options that apply. `has_pixels`: a caller may have decoded it. Files of
+    `slow_bytes` or more take long, even to inspect, so they never get all decode processes at once. If there are such
+    files, a file opened for inspection stays open for decoding.
 
-    `max_items`, `max_bytes`, `max_area` (pixels of all frames) and `max_frames` pick its limits; `too_large` is the
-    reason where they are passed. `check` sees what a file's header says, before anything else is done with it.
+    `max_items`, `max_bytes`, `max_area` (pixels of all frames) and `max_frames` name its limits; `too_large` is the
+    reason for exceeding them. `check` checks a file's header, before anything else is done with it.
 
     `decoder` is the class ("module:Class") that reads its files in the decode processes (`__main__.OpenFile`),
     `sound_decoder` the one that reads their sound as well.

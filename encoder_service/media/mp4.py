@@ -1,5 +1,5 @@
-"""Boxes of an MP4: how many there are, and whether the file holds all that they say is in it. Only heads and tables are
-read, and those with numpy."""
+"""The boxes of an MP4: how many there are, and whether the file is complete. Only heads and tables are read, the latter
+with numpy."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy as np
 from encoder_service.media.complexity import PartCount, TooComplex
 
 _LARGE = 1
-"""A box size that stands for a size of eight bytes behind the box's kind."""
+"""A box size that means that eight bytes with the size follow the box's kind."""
 _TO_THE_END = 0
 
 _NESTS: Final = frozenset(
     b"moov trak mdia minf stbl edts udta meta ilst moof traf mvex mfra dinf wave tref sinf schi cmov".split()
 )
-"""Boxes whose bodies are boxes."""
+"""Boxes that contain boxes."""
 _NEEDED: Final = frozenset(b"ftyp styp moov moof mdat mfra sidx meta udta".split())
-"""Boxes of which no part may be missing at the end of the file. What is none of these may be no box at all."""
+"""Boxes that must not be cut off by the end of the file. Anything else may not be a box at all."""
 
 _USUAL_EDITS: Final = 2
 _REPEATS: Final = 20
-"""An edit list may play a track's samples again and again, and the library lists every sample that is shown. A track
-with more than the usual edits (a pause, and all the rest) may show twenty times the parts that a file may have: some
-ten million, which take half a second."""
+"""An edit list may repeat a track's samples, and the library lists every sample shown. A track with more edits than
+usual (a pause, and the rest) may show twenty times the parts that a file may have: some ten million, which take half a
+second."""
 _MIN_SAMPLE: Final = 1 / 8
 """Bytes of the smallest sample of sound in use."""
 
@@ -36,7 +36,7 @@ _NOTHING: Final = memoryview(b"")
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box whose body is at [begin, end), within the box around it; by its own size it goes on to `claimed`."""
+    """A box whose body is at [begin, end), within its parent; by its own size it extends to `claimed`."""
 
     kind: bytes
     begin: int
@@ -46,7 +46,7 @@ class Box:
 
 
 def boxes(data: bytes) -> Iterator[Box]:
-    """Every box, in the order of the file: those inside of another follow it."""
+    """Every box in the order of the file; children follow their parent."""
     ends, at = [len(data)], 0
     while ends:
         if at + 8 > ends[-1]:
@@ -60,7 +60,7 @@ def boxes(data: bytes) -> Iterator[Box]:
         yield Box(kind, begin, end, claimed, len(ends) == 1)
         if kind in _NESTS and begin <= end:
             ends.append(end)
-            # In MP4, other than in QuickTime, four bytes of version and flags stand before what is in a meta box.
+            # In MP4, unlike in QuickTime, four bytes of version and flags precede the children of a meta box.
             at = begin + 4 if kind == b"meta" and not _number(data, begin) else begin
         else:
             at = end
@@ -85,7 +85,7 @@ def count(data: bytes, max_parts: int) -> None:
 
 
 def is_whole(data: bytes) -> bool:
-    """False where a box goes on behind the file's end, or a video track has samples there."""
+    """False if a box, or the samples of a video track, extend beyond the file's end."""
     track = _Track()
     for box in boxes(data):
         if box.top and box.kind in _NEEDED and box.claimed > len(data):
@@ -101,7 +101,7 @@ def is_whole(data: bytes) -> bool:
 @dataclass(slots=True)
 class _Track:
     """A track's kind, and where its samples are. Tables are bodies of boxes: four bytes of version and flags, for sizes
-    the one size of all, a count, and numbers in big-endian order."""
+    the common size, a count, and big-endian numbers."""
 
     handler: bytes = b""
     tables: dict[bytes, memoryview] = field(default_factory=dict)
@@ -115,20 +115,20 @@ class _Track:
 
     @property
     def listed(self) -> int:
-        """Samples that the library lists one by one: all, but for those of plain sound, which last one tick each."""
+        """Samples that the library lists one by one: all, except those of plain sound, which last one tick each."""
         times = self.tables.get(b"stts", _NOTHING)
         plain = self.handler == b"soun" and (_number(times, 4), _number(times, 12)) == (1, 1)
         return 0 if plain else _number(self.tables.get(b"stsz", _NOTHING), 8)
 
     @property
     def end(self) -> int:
-        """Where its last sample ends, or would, were it small; 0 of a track that has no tables that can be read.
+        """Where its last sample ends, or would end if it were empty; 0 if a track has no readable tables.
 
-        Samples lie in chunks. Two of 3 and 1 samples of 10 bytes each, at 100 and 500, end at 510.
+        Samples are in chunks. Chunks of 3 and 1 samples of 10 bytes each, at 100 and 500, end at 510.
         """
         sizes, runs = self.tables.get(b"stsz", _NOTHING), self.tables.get(b"stsc", _NOTHING)
         one, samples = _number(sizes, 4), _number(sizes, 8)
-        if self.handler != b"vide":  # what a size means depends on how sound is coded
+        if self.handler != b"vide":  # for sound, the meaning of a size depends on the codec
             return int(samples * _MIN_SAMPLE) if one else 0
         wide = b"co64" in self.tables
         begins = _numbers(self.tables.get(b"co64" if wide else b"stco", _NOTHING), 8, 1, ">u8" if wide else ">u4")[:, 0]
@@ -140,13 +140,13 @@ class _Track:
         else:
             table = _numbers(sizes, 12, 1, ">u4")[:samples, 0]
             lengths = np.diff(np.concatenate(([0], np.cumsum(table)))[np.minimum(before, len(table))])
-        ends = np.where(lengths > 0, begins.astype(np.float64) + lengths, 0)  # of 64 bits, whose sum might be more
+        ends = np.where(lengths > 0, begins.astype(np.float64) + lengths, 0)  # 64 bits, whose sum might overflow
         return int(ends.max())
 
 
 def _samples_before(runs: np.ndarray, chunks: int) -> np.ndarray:
-    """How many samples come before each chunk, and before the end: [chunks + 1]. A run says from which chunk on,
-    counted from 1, there are how many in each."""
+    """The number of samples before each chunk, and before the end: [chunks + 1]. A run gives the samples per chunk from
+    a chunk on, counted from 1."""
     firsts = np.clip(runs[:, 0].astype(np.int64) - 1, 0, chunks)
     repeats = np.maximum(np.diff(np.append(firsts, chunks)), 0)
     each = np.repeat(runs[:, 1].astype(np.int64), repeats)[:chunks]
@@ -155,7 +155,7 @@ def _samples_before(runs: np.ndarray, chunks: int) -> np.ndarray:
 
 
 def _numbers(table: memoryview, head: int, columns: int, kind: str) -> np.ndarray:
-    """The rows of a table behind its head: [rows, columns], int64 or less."""
+    """The rows of a table behind its head: [rows, columns], int64 or smaller."""
     width = np.dtype(kind).itemsize * columns
     rows = max(len(table) - head, 0) // width
     numbers: np.ndarray = np.frombuffer(table, kind, rows * columns, head if rows else 0).reshape(rows, columns)

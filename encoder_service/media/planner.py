@@ -31,8 +31,8 @@ _REMEMBERED = 64 << 20
 """Bytes of questions and answers. Of one item they are some hundred, or a megabyte."""
 
 _MOST_STEPS, _STEPS_PER_SECOND = 1_000_000, 10.0
-"""What a processor may list of a video's time before it chooses frames: some every tenth of a second, or each frame of
-a rate that is asked for, in lists of gigabytes where a file says that it goes on for years."""
+"""Bounds what a processor may list of a video's time before it chooses frames: some entries per tenth of a second, or
+each frame at a requested rate, which would be gigabytes for a file that claims to last for years."""
 
 _log = log.get("planner")
 
@@ -46,12 +46,12 @@ class PlannerTimes:
 
 
 class HfPlanner:
-    """One process, asked one thing at a time, and started anew where it has ended. `start` and `stop` are the owner's.
-    What it has been asked it answers before it is asked more, though its caller has left: a new one takes seconds to
-    start, which all others would wait.
+    """One process, asked one thing at a time, and restarted if it ends. `start` and `stop` are called by the owner. It
+    answers each question even if the caller has left: a new process takes seconds to start, which all others would wait
+    for.
 
-    What stands for an item of a size is remembered, `remembered` bytes of that, the longest unused forgotten first.
-    `video_sound` says whether the model takes videos together with their sound.
+    Answers are cached, up to `remembered` bytes, the least recently used dropped first. `video_sound` says whether the
+    model takes videos with their sound.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HfPlanner:
         self._room = remembered
 
     async def start(self) -> None:
-        """Starts the process; raises ChildDied, with what it says, where it cannot work."""
+        """Starts the process; raises ChildDied, with its message, if it cannot work."""
         child: Child[FromPlanner] = await Child.start(MODULE, receives=FromPlanner)
         try:
             child.send(self._settings)
@@ -85,14 +85,14 @@ class HfPlanner:
         self._child = child
 
     async def stop(self) -> None:
-        """Ends the process, and what it is asked; returns when it is gone."""
+        """Stops the process and fails its questions; returns when it is gone."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
         await self._end()
 
     async def footage(self, item: Item, seen: Inspection) -> Footage:
-        """The frames that the library's processor takes of a video. Raises what `plan` does."""
+        """The frames that transformers' processor takes of a video. Raises as `plan`."""
         self._check_options(item)
         if seen.frames / seen.fps * max(item.options.fps or 0.0, _STEPS_PER_SECOND) > _MOST_STEPS:
             raise InvalidInput("the video is too long", reason="VIDEO_TOO_LONG", field=item.field)
@@ -106,8 +106,8 @@ class HfPlanner:
         return Footage(tuple(answer.frames), seen.frames, seen.fps)
 
     async def plan(self, item: Item, seen: Inspection, footage: Footage | None) -> Plan:
-        """The plan of a picture of that size, of these frames, or of a sound of that length. Raises InvalidInput where
-        the library does not take it, or it has options, and Unavailable where the process does not answer."""
+        """The plan of a picture of that size, of these frames, or of a sound of that length. Raises InvalidInput if
+        transformers does not take it, or it has options, and Unavailable if the process does not answer."""
         self._check_options(item)
         whole = size = (seen.height, seen.width)
         if item.options.max_pixels:
@@ -191,7 +191,7 @@ class HfPlanner:
             raise no_video_sound(item.field)
         if not isinstance(item.source, Pixels):
             stated.pop("fps", None)
-            if item.modality is Modality.IMAGE:  # which is made smaller before the processor sees it
+            if item.modality is Modality.IMAGE:  # it is resized before the processor sees it
                 stated.pop("max_pixels", None)
                 stated.pop("lesser_max_pixels", None)
         if stated:
@@ -209,7 +209,7 @@ class HfPlanner:
 
 
 def _bytes(about: PlanItem, planned: Planned) -> int:
-    """What these take, about."""
+    """The approximate size of a cached answer."""
     texts = sum(_PART_BYTES + len(part.text) + len(part.positions) for part in planned.parts)
     return _PART_BYTES + _NUMBER_BYTES * (len(about.frames) + len(planned.turns)) + texts
 

@@ -1,4 +1,4 @@
-"""The decode processes: which are free, and another one for each that ends. What they do is `decoder`'s business."""
+"""The decode processes: which are free, and a replacement for each that ends. `decoder` decides what they do."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _log = log.get("decode processes")
 
 class DecodeProcesses:
     """`count` processes that inherit the descriptor `fd` and get these `settings`; each is ready within
-    `start_seconds`. `start` and `stop` are their owner's.
+    `start_seconds`. `start` and `stop` are called by the owner.
 
-    One that is gone is replaced; where that fails, it is tried again after `longest_pause` seconds at most. Where it
-    has failed for all of them, they are not `able`: who wants one is told so at once, until one is there again.
-    `on_change` is called whenever that has changed.
+    A process that ends is replaced; if that fails, it is tried again after at most `longest_pause` seconds. If it has
+    failed for all of them, they are not `able`: callers get an error at once, until there is one again. `on_change` is
+    called whenever that changes.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DecodeProcesses:
         self._unconfined = ""
 
     async def start(self) -> None:
-        """Starts every process; raises ChildDied where one cannot start."""
+        """Starts all processes; raises ChildDied if one cannot start."""
         await asyncio.gather(*(self.add() for _ in range(self._count)))
 
     async def stop(self) -> None:
@@ -65,14 +65,14 @@ class DecodeProcesses:
 
     @property
     def able(self) -> bool:
-        """A process is there, or is being started and may well be soon."""
+        """Whether there is a process, or one is being started and may soon be ready."""
         return len(self._missing) < self._count
 
     async def take(self, key: bytes) -> Child[FromDecoder]:
-        """An idle process, best the one that has the video of this key open. Raises Unavailable where there is none.
+        """An idle process, if possible one that has the video with this key open. Raises Unavailable if there is none.
 
-        Those that have ended without a job are replaced: no media is to blame. Whoever takes one gives it back with
-        `put` or `replace`.
+        Processes that died while idle are replaced: no media is to blame. The caller returns the process with `put` or
+        `replace`.
         """
         while self.able:
             if not (child := await self._idle.get(key)).has_ended:
@@ -89,15 +89,15 @@ class DecodeProcesses:
         self._idle.opened(child, key)
 
     async def replace(self, child: Child[FromDecoder], *asked: asyncio.Future[FromDecoder]) -> None:
-        """Kills a process, of which an answer may have been `asked`, and has another take its place; returns when it is
-        gone, even if the caller is cancelled."""
+        """Kills a process, which may have been `asked` for answers, and starts a replacement; returns when it is gone,
+        even if the caller is cancelled."""
         child.kill()
         self._idle.opened(child, b"")
         self.restarts += 1
         await tasks.wait_until_done(self._keep(self._bury(child, *asked)))
 
     async def add(self) -> None:
-        """Starts a process; raises ChildDied where it cannot work or says nothing, OSError where none can be had."""
+        """Starts a process; raises ChildDied if it cannot work or does not answer, OSError if none can be started."""
         child: Child[FromDecoder] = await Child.start(MODULE, receives=FromDecoder, fds=(self._fd,), exposed=True)
         self.children.add(child)
         child.send(self._settings)
@@ -145,7 +145,7 @@ class DecodeProcesses:
             self._on_change()
 
     async def _ready(self, child: Child[FromDecoder]) -> None:
-        """Returns when a process can work; raises ChildDied where it cannot, or says nothing."""
+        """Waits until a process is ready; raises ChildDied if it cannot work, or does not answer."""
         try:
             async with asyncio.timeout(self._start_seconds):
                 answer = await child.receive()
@@ -159,7 +159,7 @@ class DecodeProcesses:
 
 
 class _Idle:
-    """Processes without a job, which video each of them has open, and the jobs that wait for one, in their order."""
+    """Processes without a job, the video that each has open, and waiting jobs in order."""
 
     def __init__(self) -> None:
         self._children: list[Child[FromDecoder]] = []
@@ -172,8 +172,8 @@ class _Idle:
         self._serve()
 
     async def get(self, key: bytes) -> Child[FromDecoder]:
-        """A process for a job: the one that has its content open, else one that has nothing open, else any. Raises what
-        `fail` is told meanwhile."""
+        """A process for a job: the one that has its content open, else one that has nothing open, else any. Raises the
+        error that `fail` is called with meanwhile."""
         future: asyncio.Future[Child[FromDecoder]] = asyncio.get_running_loop().create_future()
         self._waiting.append((key, future))
         self._serve()
@@ -185,7 +185,7 @@ class _Idle:
             raise
 
     def fail(self, error: TwinlensError) -> None:
-        """No process is there, and none will be soon: who waits for one is told."""
+        """There is no process, and none is coming soon: fails waiting jobs."""
         for _, future in self._waiting:
             if not future.done():
                 future.set_exception(error)

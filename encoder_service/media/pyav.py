@@ -1,12 +1,12 @@
-"""PyAV in the decode process, where it is installed: all of it at once, since no file can be opened any more when the
-first stream of a kind comes."""
+"""PyAV in the decode process, if it is installed, imported completely, since no file can be opened later when the first
+stream of a kind arrives."""
 
 from __future__ import annotations
 
 from typing import Final
 
 try:
-    # What is beside `av` is what it would import at the first stream or frame of its kind.
+    # The others are what `av` would import at the first stream or frame of their kind.
     import av
     import av.audio.codeccontext
     import av.audio.resampler
@@ -17,12 +17,12 @@ try:
     import av.video.codeccontext
     import av.video.reformatter
     import av.video.stream
-except ImportError:  # a machine for a trial, whose environment was put together by hand, does without
+except ImportError:  # environments that were put together by hand may lack it
     av = None  # type: ignore[assignment]
 
 from encoder_service.media.sniff import AUDIOS, VIDEOS
 
 DEMUXERS: Final = {name: name.lower() for name in (*AUDIOS, *VIDEOS)} | {"MP4": "mov"}
-"""What it calls the formats, so that a file is read as what its first bytes say that it is."""
+"""PyAV's names of the formats, so that a file is read as the format that its first bytes show."""
 
 __all__ = ["DEMUXERS", "av"]

@@ -1,6 +1,6 @@
-"""Which format the first bytes belong to. Only these formats are ever given to a decoder: no playlists, or others that
-point at files or addresses. The video library looks for itself, though, and takes what is likeliest to it, so a
-container is asked for more than its magic number; and the decode process can open neither file nor socket."""
+"""The format shown by a file's first bytes. Only these formats are given to a decoder: no playlists, or other formats
+that refer to files or addresses. The video library probes by itself and takes the likeliest format, so more than a
+container's magic number is checked; and the decode process can open neither files nor sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Format:
 
 
 def _brands(head: bytes) -> list[bytes]:
-    """What a file of boxes says that it is, first and besides."""
+    """The brands of a file of boxes: major, then compatible."""
     box = head[8 : int.from_bytes(head[:4], "big")]
     return [box[at : at + 4] for at in (0, *range(8, len(box), 4))]
 
@@ -121,7 +121,7 @@ _TITLES = {
     "MPEGTS": "MPEG-TS",
     "FRAMES": "pictures as frames",
 }
-"""How formats are written, where not by their keys."""
+"""Names of formats, if they differ from their keys."""
 _NOUNS = {"image": "an image", "video": "a video"}
 """Modalities, with their article if they have one."""
 _REFUSED: Final = tuple(
@@ -145,7 +145,7 @@ _REFUSED: Final = tuple(
         ("text", rb"[\t\n\r -~]+$"),
     )
 )
-"""What callers send by mistake: how it begins."""
+"""Formats that callers send by mistake, by their first bytes."""
 
 
 def format_of(head: bytes, formats: Mapping[str, Format]) -> str | None:
@@ -166,7 +166,7 @@ def ebml_size(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _ebml(head: bytes) -> bytes:
-    """The body of the first element, which says what kind of document follows."""
+    """The body of the first element, which names the kind of document."""
     begin, size = ebml_size(head, 4)
     return head[begin : begin + size]
 
@@ -185,7 +185,7 @@ def check(data: Encoded, formats: Mapping[str, Format], modality: str, mime_type
 
 
 def _found(head: bytes) -> str:
-    """What a file is, by its first 512 bytes, of which nothing else is told."""
+    """The format of a file by its first 512 bytes."""
     if refused := next((name for name, begin in _REFUSED if begin.match(head)), ""):
         return refused
     for noun, formats in (("an image", IMAGES), ("a video", VIDEOS), ("audio", AUDIOS)):

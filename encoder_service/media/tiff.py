@@ -1,5 +1,5 @@
-"""The first page of a TIFF, with the tags alone that say where its pixels are, and how. The libraries know hundreds, of
-cameras, of other pages and private ones, and walk through all that a file has."""
+"""The first page of a TIFF, reduced to the tags that say where its pixels are, and how. Libraries know hundreds of
+tags, of cameras, other pages and private ones, and read all that a file has."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KEPT: Final = frozenset(
     (
         *(_WIDTH, _HEIGHT, _BITS, _PACKING, _COLOURS, _SAMPLES, _PLANES, _SAMPLE_FORMAT),
         *(_STRIPS, _STRIP_SIZES, _STRIP_ROWS, _TILES, _TILE_SIZES, _TILE_WIDTH, _TILE_HEIGHT),
-        *(266, 292, 293, 317, 320, 338),  # order of bits, ways of fax, predictor, palette, what is beside colours
-        *(347, 529, 530, 531, 532),  # tables of JPEG, and what YCbCr is
+        *(266, 292, 293, 317, 320, 338),  # bit order, fax options, predictor, palette, extra samples
+        *(347, 529, 530, 531, 532),  # JPEG tables, and YCbCr parameters
     )
 )
 _SIZES: Final = {1: 1, 3: 2, 4: 4, 5: 8, 7: 1}
@@ -30,7 +30,7 @@ _FORMATS: Final = {1: "B", 3: "H", 4: "I"}
 
 _PLAIN, _JPEG = 1, 7
 _PACKINGS: Final = frozenset((_PLAIN, 2, 3, 4, 5, _JPEG, 8, 32773, 32946))
-"""Plain, three of fax, LZW, JPEG, Deflate by both of its numbers, PackBits. Not the older JPEG, whose number is 6."""
+"""Plain, three kinds of fax, LZW, JPEG, Deflate by both of its numbers, PackBits. Not the old JPEG, number 6."""
 _WHITE_IS_ZERO, _YCBCR = 0, 6
 _COLOURS_TAKEN: Final = frozenset((_WHITE_IS_ZERO, 1, 2, 3, 5, _YCBCR))
 """Grey of both kinds, RGB, palettes, CMYK, YCbCr."""
@@ -48,11 +48,11 @@ class Page:
 
     @property
     def is_inverted(self) -> bool:
-        """It has 16 bits of grey, of which zero is white: Pillow shows such as if zero were black."""
+        """Whether it is 16-bit grey with white as zero, which Pillow shows as if zero were black."""
         return self._number(_COLOURS) == _WHITE_IS_ZERO and _MOST_BITS in self.numbers(_BITS)
 
     def numbers(self, tag: int) -> tuple[int, ...]:
-        """The values of a tag; none where it is not there."""
+        """The values of a tag; empty if it is missing."""
         if tag not in self.tags:
             return ()
         kind, count, value = self.tags[tag]
@@ -87,8 +87,8 @@ class Page:
             raise UnusualKind("a TIFF of an unusual kind")
 
     def check_whole(self) -> None:
-        """Raises ValueError where strips or tiles are missing, or the file ends before they do: the library would show
-        black there, and of JPEG grey. And TooComplex where it has the same bytes again and again."""
+        """Raises ValueError if strips or tiles are missing or cut off, since the library would show black there, or
+        grey for JPEG; and TooComplex if they share bytes too often."""
         height, width = self._number(_HEIGHT), self._number(_WIDTH)
         if _STRIPS in self.tags:
             places, sizes = self.numbers(_STRIPS), self.numbers(_STRIP_SIZES)
@@ -118,8 +118,8 @@ class Page:
 
 
 def first_page(data: bytes, bounds: Bounds) -> Page:
-    """Reads the tags of the first page; of others it is not even known whether they are there. Each tag counts, and
-    each value of one that the libraries get to see. Raises ValueError, TooComplex and UnusualKind."""
+    """Reads the tags of the first page only. Each tag counts, and each value of those that libraries read. Raises
+    ValueError, TooComplex and UnusualKind."""
     order, count = "<" if data.startswith(b"II") else ">", PartCount(bounds.image_chunks)
     (at,) = struct.unpack_from(order + "I", data, 4)
     (entries,) = struct.unpack_from(order + "H", data, at)

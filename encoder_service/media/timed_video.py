@@ -1,7 +1,6 @@
-"""Videos in the decode process whose frames decord does not find: PyAV, which says of each when it is shown. decord
-counts from the key frame to which it jumps, in the order of the file: wrong where frames behind it are shown before it
-(as of MPEG-2 and HEVC), where an edit list cuts some off, and where a file does not say when or where they are (AVI,
-FLV)."""
+"""Videos in the decode process whose frames decord does not find, read by PyAV, which knows each frame's time. decord
+counts from the key frame that it seeks to, in file order: wrong if frames behind it are shown before it (MPEG-2 and
+HEVC), if an edit list cuts some off, and if a file has no times or index (AVI, FLV)."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from encoder_service.media.complexity import PartCount
 from encoder_service.media.pyav import DEMUXERS, av
 
 _INDEXED = ("MP4", "MATROSKA")
-"""Containers that say where key frames are, and when frames are shown."""
+"""Containers with an index of key frames and times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a video's packets say of its `count` frames. `times` are when they are shown, in order, in ticks of the
-    stream, `key_times` when key frames are; both are empty where frames can only be counted. `is_plain`: behind each
-    key frame in the file are the frames that are shown behind it, and no others."""
+    """What a video's packets say about its `count` frames. `times` are when they are shown, in order, in ticks of the
+    stream, `key_times` those of key frames; both are empty if frames can only be counted. `is_plain`: the frames behind
+    each key frame in the file are exactly those shown after it."""
 
     count: int
     times: tuple[int, ...]
@@ -34,8 +33,8 @@ class Timeline:
 
 
 def read_timeline(data: bytes, name: str, max_parts: int) -> Timeline:
-    """Of a video of the format `name`. Nothing is decoded: 500 packets take a millisecond. Raises ValueError where it
-    cannot be read, and TooComplex for more packets than `max_parts`."""
+    """The timeline of a video of format `name`. Nothing is decoded: 500 packets take a millisecond. Raises ValueError
+    if it cannot be read, and TooComplex for more packets than `max_parts`."""
     parts, found, keys, key_times, cut = PartCount(max_parts), list[int | None](), list[int](), list[int](), 0
     with _readable(), av.open(io.BytesIO(data), "r", format=DEMUXERS[name]) as file:
         for packet in file.demux(_best(file)):
@@ -83,9 +82,9 @@ class Shown:
 
 
 class TimedReader:
-    """Stands in for decord's VideoReader, as far as `video` asks it. A frame is found by its time, from the key frame
-    before it on; where there are no times, or a frame is not there at its own, all are counted from the first, and the
-    last one stands for those that do not come."""
+    """Takes the place of decord's VideoReader, as far as `video` uses it. A frame is found by its time, decoding from
+    the key frame before it; if there are no times, or no frame at a time, all are counted from the first, and the last
+    one stands for missing ones."""
 
     def __init__(self, data: bytes, name: str, timeline: Timeline, threads: int) -> None:
         self._data = data
@@ -102,7 +101,7 @@ class TimedReader:
         return self._count
 
     def get_avg_fps(self) -> float:
-        """Frames each second; 0 where the file does not say."""
+        """Frames per second; 0 if the file does not say."""
         return float(self._stream.average_rate or 0)
 
     def __getitem__(self, number: int) -> Shown:
@@ -127,7 +126,7 @@ class TimedReader:
         self._next = 0
 
     def _at_time(self, time: int) -> Any:
-        """The frame that is shown at this time; None where none is, and from then on frames are counted."""
+        """The frame shown at this time; None if there is none, after which frames are counted."""
         key = self._key_times[max(bisect.bisect_right(self._key_times, time) - 1, 0)] if self._key_times else 0
         if self._shown is None or not key <= self._shown.pts < time:
             self._file.seek(key, stream=self._stream)
@@ -155,7 +154,7 @@ class TimedReader:
 
 def _best(file: Any) -> Any:
     stream = file.streams.best("video")
-    if stream is None or stream.codec_context is None:  # of a codec that nobody knows
+    if stream is None or stream.codec_context is None:  # an unknown codec
         raise ValueError("there is no decodable video")
     return stream
 

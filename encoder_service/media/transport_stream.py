@@ -1,7 +1,7 @@
-"""MPEG-TS in the decode process: its packets are put into a container that has an index, and nothing is decoded.
+"""MPEG-TS in the decode process: its packets are remuxed into a container that has an index, without decoding.
 
-The library that decodes videos looks for a frame by the time at which it is to be decoded, and a transport stream says
-so of every packet, not of key frames alone. So it begins behind the frame that it looks for, and shows a later one.
+The video library seeks by decoding times, which a transport stream has for every packet, not only for key frames; so it
+would begin behind the frame that it looks for, and show a later one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _WEIGHT = 4
 
 
 def as_matroska(data: bytes, max_parts: int) -> bytes:
-    """The same video in Matroska: its best stream alone, each frame a packet with its own time. Raises ValueError where
-    it cannot be read, and TooComplex for more packets than `max_parts`."""
+    """The video as Matroska: its best stream only, each frame a packet with its own time. Raises ValueError if it
+    cannot be read, and TooComplex for more packets than `max_parts`."""
     if av is None:
         raise ValueError("transport streams take a package that is not installed")
     file = io.BytesIO()
@@ -38,8 +38,8 @@ def as_matroska(data: bytes, max_parts: int) -> bytes:
 
 
 def _in_order(packets: Iterator[Any], count: PartCount) -> Iterator[Any]:
-    """The packets of a stream that have a time. Where it jumps back, as where one stream was put behind another, what
-    follows is moved to behind what was there."""
+    """The packets of a stream that have times. If times jump back, as in concatenated streams, later packets are moved
+    behind earlier ones."""
     last, shift = None, 0
     for packet in packets:
         count.add(_WEIGHT)

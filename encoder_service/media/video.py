@@ -1,4 +1,4 @@
-"""Videos in the decode process: decord, which decodes only the frames that are wanted, and lists of pictures."""
+"""Videos in the decode process: by decord, which decodes only the requested frames, and lists of pictures."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _AT_ONCE = 8
 _MAX_PARTS = 500_000
 """Boxes, elements or packets of a file, unless told otherwise."""
 _NARROW = 192
-"""Pixels of a line below which the padding at its end, to whole groups of 64 pixels, may hold another channel of it."""
+"""Line widths in pixels below which padding at the end of lines, to multiples of 64 pixels, may be taken for another
+channel."""
 
 
 @cache
 def library() -> Any:
-    """decord, and nothing beside it.
+    """decord, without other libraries.
 
-    Where the CUDA libraries are installed as packages, as GPU builds of torch want them, decord's import would first
-    load them all, for decoding on GPUs: 3 GB of addresses, which count against a decode process's bound, and 360 MB
-    of memory in each. libnvblas, one of them, would even take the place of torch's own BLAS where torch is imported
-    later, and end the process at its first product of matrices. While it is imported, there are no such packages.
+    If CUDA libraries are installed as packages, as for GPU builds of torch, decord's import would load them all, for
+    decoding on GPUs: 3 GB of address space, which counts against a decode process's bound, and 360 MB of memory in
+    each. One of them, libnvblas, would even replace torch's BLAS if torch is imported later, and crash at its first
+    matrix product. These packages are hidden during the import.
     """
     before = {"nvidia": sys.modules.pop("nvidia")} if "nvidia" in sys.modules else {}
     sys.modules["nvidia"] = None  # type: ignore[assignment] # the language's own way to say that there is none
@@ -49,8 +50,8 @@ def library() -> Any:
 
 
 def open_reader(data: bytes, threads: int = 1, max_parts: int = _MAX_PARTS) -> Any:
-    """A reader of the video's frames, upright; raises ValueError where it cannot be read, or is not all there, and
-    TooComplex where it is made of more parts than that."""
+    """A reader of the video's frames, upright; raises ValueError if it cannot be read, or is incomplete, and TooComplex
+    if it has more parts than that."""
     name = format_of(data[:512], VIDEOS)
     if name is None:
         raise ValueError("not a video of a supported format")
@@ -99,7 +100,7 @@ def inspect(reader: Any) -> Inspection:
 
 
 def decode(reader: Any, frames: Sequence[int], out: np.ndarray) -> Iterator[int]:
-    """Writes frames by number into `out`, [len(frames), height, width, 3] uint8; yields how many are there by now."""
+    """Writes frames by number into `out`, [len(frames), height, width, 3] uint8; yields the number written so far."""
     for start in range(0, len(frames), _AT_ONCE):
         batch = _frames(reader, list(frames[start : start + _AT_ONCE]), narrow=out.shape[2] < _NARROW)
         if batch.shape[1:] != out.shape[1:]:
@@ -115,7 +116,7 @@ def _frames(reader: Any, numbers: list[int], *, narrow: bool) -> np.ndarray:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """The library's own kind of error, which is a plain Exception, becomes a ValueError."""
+    """Turns the library's error, a plain Exception, into ValueError."""
     try:
         yield
     except library().DECORDError as error:
@@ -123,8 +124,8 @@ def _readable() -> Iterator[None]:
 
 
 def _frame(reader: Any, number: int) -> np.ndarray:
-    """One frame, [height, width, 3]. Where the padding at the end of a line divides among its pixels, the library takes
-    it for more channels, and then cannot put frames together."""
+    """One frame, [height, width, 3]. If the padding of a line is a multiple of its pixels, the library takes it for
+    further channels, and cannot put frames together."""
     frame = reader[number].asnumpy()
     height, width = frame.shape[:2]
     lines: np.ndarray = frame.reshape(height, -1)[:, : 3 * width]

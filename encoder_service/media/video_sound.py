@@ -15,8 +15,8 @@ from encoder_service.media.video import VideoFile
 
 
 class SoundingVideoFile:
-    """A video's file whose sound is heard as well (`__main__.SoundingFile`): all of that is decoded at once, as its
-    length is known then alone. Without sound it is as any other."""
+    """A video file whose sound is taken as well (`__main__.SoundingFile`): the sound is decoded completely, since only
+    then is its length known. A file without sound is like any other."""
 
     def __init__(self, data: bytes, settings: DecoderSettings) -> None:
         self._video = VideoFile(data, settings)
@@ -27,7 +27,7 @@ class SoundingVideoFile:
 
     @staticmethod
     def prepare() -> None:
-        """Loads what reads both."""
+        """Imports what reads both."""
         VideoFile.prepare()
         AudioFile.prepare()
 

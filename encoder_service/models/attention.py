@@ -1,6 +1,6 @@
-"""Attention over a packed sequence: the ways to compute it, and which of them is taken here.
+"""Attention over a packed sequence: its back ends, and the choice among them.
 
-A batch is one packed sequence of patches, cut into *segments* (a picture, a frame group, or a window of one) that
+A batch is one packed sequence of patches, divided into *segments* (a picture, a frame group, or a window of one) that
 attention never crosses.
 """
 
@@ -37,8 +37,8 @@ class Segments(Protocol):
 
 
 class StableSegments(Segments, Protocol):
-    """Segments in a table that never moves, filled anew before each replay of a CUDA graph. Rows behind the last
-    segment come out undefined."""
+    """Segments in a table that stays in place and is refilled before each replay of a CUDA graph. Rows behind the last
+    segment are undefined."""
 
     def holds(self, lengths: Lengths) -> bool:
         """Whether there is room for these segments."""
@@ -49,7 +49,7 @@ class StableSegments(Segments, Protocol):
         ...
 
     def fill(self, table: Tensor) -> None:
-        """From now on, and in every replay, these are the segments. It waits for nobody where the table is there."""
+        """Uses these segments from now on, in replays too. Waits for nothing if the table is on the device."""
         ...
 
 
@@ -63,9 +63,9 @@ class Backend(Protocol):
         ...
 
     def stable(self, patches: int, longest: int, device: torch.device) -> StableSegments | None:
-        """Room for any reasonable cut of `patches` patches into segments of at most `longest`.
+        """Room for any reasonable division of `patches` patches into segments of at most `longest`.
 
-        None where the launches depend on the lengths, so that a captured one could not do for others.
+        None if launches depend on the lengths, so that a captured one could not serve others.
         """
         ...
 
@@ -94,9 +94,9 @@ def _sdpa(parts: Sequence[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 class Numba:
-    """Our own kernels for CPUs with AVX512-BF16, by tiles where they have these. What no earlier start has left on disk
-    is compiled by a process beside this one (`wait`: here and now, as where no folder can be written), and torch
-    computes until then. With them come those of rows, and with tiles those of whole blocks (`row_kernels`)."""
+    """Our kernels for CPUs with AVX512-BF16, with AMX tiles if available. Kernels that are not cached on disk are
+    compiled by a process in the background while torch computes (`wait`: here and now, as if no folder is writable).
+    They include the row kernels and, with tiles, those of whole blocks (`row_kernels`)."""
 
     name = "numba"
 
@@ -136,7 +136,7 @@ def runs(lengths: Lengths) -> list[tuple[int, int]]:
 
 
 class Triton:
-    """Our own kernel; on a CPU it runs in Triton's interpreter, where that is switched on."""
+    """Our own kernel; on a CPU it runs in Triton's interpreter, if that is enabled."""
 
     name = "triton"
 
@@ -178,12 +178,12 @@ _FLASH = {
     "flash3": (("flash_attn_interface", "flash_attn_varlen_func"),),
     "flash": (("flash_attn", "flash_attn_varlen_func"), ("torch.nn.attention.varlen", "varlen_attn")),
 }
-"""Where flash attention is found, as (module, function): its third version, for Hopper; the second, else the kernels
-that torch ships. They take (q, k, v, bounds of queries, bounds of keys, longest of each) in this order."""
+"""Where flash attention is found, as (module, function): version 3 for Hopper; version 2, or the kernels that torch
+ships. All take (q, k, v, bounds of queries, bounds of keys, longest of each) in this order."""
 
 
 class Flash:
-    """Flash attention by a library. Raises ImportError where there is none of this name."""
+    """Flash attention by a library. Raises ImportError if there is none of this name."""
 
     def __init__(self, name: str = "flash") -> None:
         self.name = name
@@ -199,7 +199,7 @@ class Flash:
 
 
 class _FlashSegments:
-    """Where segments begin and end, [S + 1] int32. `longest` is a bound: it decides how many programs are launched."""
+    """Bounds of segments, [S + 1] int32. `longest` is an upper bound that decides how many programs are launched."""
 
     def __init__(self, run: Callable[..., Any], longest: int, size: int, device: torch.device) -> None:
         self._run = run
@@ -225,8 +225,8 @@ class _FlashSegments:
 
 
 def _flash(name: str) -> Callable[..., Any]:
-    """Raises ImportError where there is none. A package may be there and of no use: built for another torch, or a
-    version without this function."""
+    """Raises ImportError if there is none. A package may be unusable: built for another torch, or a version without
+    this function."""
     for module, function in _FLASH[name]:
         with contextlib.suppress(ImportError, AttributeError):
             run: Callable[..., Any] = getattr(importlib.import_module(module), function)
@@ -241,7 +241,7 @@ _MISSING = {
 
 
 def max_segments(patches: int) -> int:
-    """Segments for which a graph of so many patches has room: as many as windows or thumbnails of 16 patches."""
+    """The number of segments that a graph of so many patches has room for: windows or thumbnails of 16 patches."""
     return max(1, patches // 16)
 
 
@@ -287,8 +287,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, k
 def capturable(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, kernels: str = "auto"
 ) -> list[Backend]:
-    """The back ends that CUDA graphs may have, the one first that is taken where nobody measures: for `auto` all that
-    pass a trial, our kernel first, whose launch grows with patches, not segments; else the one of this name."""
+    """The back ends for CUDA graphs, beginning with the default if nobody measures: for `auto` all that pass a trial,
+    our kernel first, whose launch grows with patches instead of segments; else the one of this name."""
     if name != "auto":
         return [choose(name, device, dtype, head_dim, kernels)]
     names = sorted(candidates(device, dtype), key=lambda each: each != "triton")
@@ -309,12 +309,12 @@ def _that_run(
 
 
 def _made(name: str, *, wait: bool) -> Backend:
-    """Of this name; our kernels for CPUs, where that is to `wait` for them, once they are compiled."""
+    """The back end of this name; our CPU kernels once they are compiled, if it is to `wait` for them."""
     return BACKENDS[name](wait=True) if name == "numba" and wait else BACKENDS[name]()
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """What `auto` may take, the best first."""
+    """The back ends that `auto` may choose, the best first."""
     return [name for name in BACKENDS if not _obstacle(name, device, dtype, wanted=False)]
 
 
@@ -337,7 +337,7 @@ def _tried(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, *, wanted: bool) -> str:
-    """Why a back end cannot run; empty where it can. The interpreter counts where it is `wanted` by name."""
+    """Why a back end cannot run; empty if it can. The interpreter counts if it is `wanted` by name."""
     if name == "sdpa":
         return ""
     if name == "triton":

@@ -1,7 +1,7 @@
-"""What a block of a vision transformer computes before its attention and behind it, in bfloat16, for processors with
-AMX: two kernels, compiled by numba, whose threads begin once (`common.cpu.phases`). Weights lie in panels of pairs for
-tiles. Arithmetic is float32; what leaves a kernel, what a norm takes and what a product takes is rounded. A row's
-numbers are the same to the bit whatever is beside it."""
+"""The parts of a vision transformer block before and after its attention, in bfloat16, for processors with AMX: two
+numba kernels whose threads start once (`common.cpu.phases`). Weights are in panels of pairs for tiles. Arithmetic is
+float32; outputs of kernels, inputs of norms and of products are rounded. A row's result does not depend, to the bit, on
+the other rows."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from common.cpu.weight_panels import VECTORS, WIDTH, first_line
 _STRETCH = 64
 """Pairs of inputs that all rows of a task go through before the next: 16 KiB of a panel."""
 _LEAST, _MOST = 256, 512
-"""Rows of a task, where there are as many. Fewer read a weight as often as there are threads, which takes longer than
-that threads read each other's rows."""
+"""Rows of a task, if there are as many. With fewer, weights are read once per thread, which takes longer than reading
+rows that other threads have written."""
 _WHOLE = 192
-"""Pairs that rows go through as a whole, if there are no more: then sums stay where they are."""
+"""Most pairs for which rows pass through in one piece, so that sums stay in place."""
 _HALF = VECTORS // 2
 _LINES = BLOCK * ROW // LINE
 """Lines that the weights of 16 pairs are."""
 _AS_IT_IS = False, np.float32(0.0), np.float32(0.0)
-"""In place of what opens sums."""
+"""In place of an activation."""
 
 
 @inner
 def _blocks(rows: Any) -> Any:
-    """How many tasks there are of so many rows, a block each."""
+    """The number of blocks of so many rows."""
     return (rows + BLOCK - 1) // BLOCK
 
 
 @inner
 def _task_at(index: Any, rows: Any, panels: Any, size: Any) -> Any:
-    """A task of a product: its first row, its rows, its first panel, and its panels. Those of the same rows lie side by
-    side, so a thread has mostly rows that it has made itself, which are in its cache."""
+    """A task of a product: its first row, number of rows, first panel and number of panels. Tasks with the same rows
+    are adjacent, so a thread mostly has rows in its cache that it has made itself."""
     most, together = size
     groups = (panels + together - 1) // together
     begin, first = index // groups * most, index % groups * together
@@ -115,9 +115,9 @@ def _turn_all(counts: Any, phase: Any, thread: Any, heads: Any, rotary: Any) -> 
 
 @inner
 def _sum_blocks(fresh: Any, blocks: Any, lines: Any, places: Any, count: Any) -> None:
-    """Products of a block of rows, or of two, with a stretch of a panel, `places` as `add_tiles` has them: of two with
-    half of the outputs, then with the others. Sums begin at 0 where they are `fresh`; so many lines of what comes next
-    are asked for with each 16 pairs."""
+    """Multiplies one or two blocks of rows with a stretch of a panel, `places` as in `add_tiles`: two with half of the
+    outputs, then with the others. Sums start at 0 if they are `fresh`; with each 16 pairs so many lines of the next
+    data are prefetched."""
     out, out_step, x, x_step, weights, size, coming = places
     if blocks == 1:
         if fresh:
@@ -136,8 +136,8 @@ def _sum_blocks(fresh: Any, blocks: Any, lines: Any, places: Any, count: Any) ->
 
 @inner
 def _multiply(outs: Any, bias: Any, act: Any, room: Any, packed: Any, panels: Any, task: Any, apart: Any) -> None:
-    """Writes what a task's rows and panels give, of two blocks of rows and a panel at a time, while their sums are in
-    the first-level cache. `apart` panels behind each lies one of values, unless it is 0."""
+    """Writes the product of a task's rows and panels, two blocks of rows and one panel at a time, whose sums stay in
+    the first-level cache. Unless `apart` is 0, the panel of values is `apart` panels behind each."""
     begin, rows, first, count = task
     pairs, step, size = panels.shape[1], packed.shape[1] * FLOAT, padded(rows)
     stretch, each = pairs if pairs <= _WHOLE else _STRETCH, 2 if apart else 1
@@ -171,8 +171,8 @@ def _multiply(outs: Any, bias: Any, act: Any, room: Any, packed: Any, panels: An
 @exact
 def _write(outs: Any, bias: Any, act: Any, place: Any, sums: Any, apart: Any, half: Any) -> None:
     """Rounds the sums of some rows and a panel, with a bias, to int16 out [m, outputs]: added to `more` unless that is
-    [0, outputs]; with what opens them through that, and with gates `apart` bytes before them, whose bias lies `half`
-    numbers before theirs, times these."""
+    [0, outputs]; through the activation; and multiplied with gates, which are `apart` bytes before them and whose bias
+    is `half` numbers before theirs."""
     (out, more), (begin, rows, panel), (opens, slope, bend) = outs, place, act
     column, outputs = panel * WIDTH, out.shape[1]
     wide, biases = min(WIDTH, outputs - column), bias.ctypes.data + column * FLOAT
@@ -193,8 +193,8 @@ def _write(outs: Any, bias: Any, act: Any, place: Any, sums: Any, apart: Any, ha
 def _multiply_all(
     counts: Any, phase: Any, thread: Any, outs: Any, room: Any, packed: Any, weight: Any, act: Any, size: Any
 ) -> None:
-    """Products with their bias as `_write` has them; `room` is for sums. `act` are how many rows of `packed` there are,
-    whether the second half of the panels has values, and what opens sums."""
+    """Products with bias, written as by `_write`; `room` is for sums. `act` has the number of rows of `packed`, whether
+    the second half of the panels are values, and the activation."""
     (panels, bias), (rows, with_values, act) = weight, act
     own = panels.shape[0] // 2 if with_values else panels.shape[0]
     tasks = count_tasks(rows, own, size)
@@ -208,7 +208,7 @@ def _multiply_all(
 
 @inner
 def _room_of(sizes: Any, each: Any) -> Any:
-    """Room for the sums of any task of these sizes, for `each` so many panels in place of one."""
+    """Room for the sums of any task of these sizes, with `each` so many panels instead of one."""
     most = 0
     for index in range(len(sizes)):
         most = max(most, sizes[index][0] * sizes[index][1] * each[index])
@@ -219,7 +219,7 @@ def _room_of(sizes: Any, each: Any) -> Any:
 def _work_before(
     thread: Any, counts: Any, heads: Any, packed: Any, x: Any, norm: Any, weight: Any, rotary: Any, size: Any
 ) -> None:
-    """What a thread does of `_before`."""
+    """One thread's part of `_before`."""
     rows, room = x.shape[0], _room_of((size,), (1,))
     ask_share(counts, thread, weight[0])
     _norm_all(counts, 0, thread, packed.view(np.int16), x, norm)
@@ -255,7 +255,7 @@ def _before(
 def _work_behind(
     thread: Any, counts: Any, outs: Any, packed: Any, given: Any, weights: Any, norm: Any, act: Any, sizes: Any
 ) -> None:
-    """What a thread does of `_behind`."""
+    """One thread's part of `_behind`."""
     (out, joined), (packed_mixed, packed_joined, opened), (mixed, x) = outs, packed, given
     (proj, opening, closing), (proj_size, opening_size, closing_size), (with_values, act) = weights, sizes, act
     rows, each, plain = x.shape[0], 2 if with_values else 1, (x.shape[0], False, _AS_IT_IS)
@@ -296,7 +296,7 @@ def _behind(
     closing_size: Any,
     threads: Any,
 ) -> None:
-    """int16 out, mixed and x [n, width]; what follows as in `behind`; sizes are rows and panels of a task."""
+    """int16 out, mixed and x [n, width]; other arguments as in `behind`; sizes are rows and panels of a task."""
     rows, counts, joined = x.shape[0], counts_of(5, threads), np.empty(x.shape, np.int16)
     packed_mixed, packed_joined = (
         packed_rows(rows, proj.shape[1] // BLOCK),
@@ -340,7 +340,7 @@ KERNELS = tuple(f"{__name__}:{name}" for name in TYPED)
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Panels of pairs for tiles, and a bias, float32 [64 · panels], which is 0 where a panel has no output."""
+    """Panels of pairs for tiles, and a bias, float32 [64 · panels], which is 0 for padding."""
 
     panels: Array
     bias: Array
@@ -358,8 +358,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What opens the inner numbers of a feed-forward part, x · logistic(slope · (x + bend · x³)). `with_values`
-    the first half of its panels has gates, and the second half what these are multiplied with."""
+    """The activation of a feed-forward part, x · logistic(slope · (x + bend · x³)). `with_values`: the first half of
+    its panels are gates, and the second half the values that they multiply."""
 
     with_values: bool
     slope: float
@@ -367,8 +367,8 @@ class Opening:
 
 
 def before(x: Tensor, norm: Norm, weight: Weight, tables: tuple[Tensor, Tensor], heads: int, dim: int) -> Tensor:
-    """bfloat16 x [n, width] → the `heads` [n, heads, dim] of its norm, of which the first two thirds are rotated by
-    `tables`, cosines and sines float32 [n, 1, dim / 2], or [n, 1, dim], of both halves."""
+    """bfloat16 x [n, width] → the `heads` [n, heads, dim] of its norm, the first two thirds of which are rotated by
+    `tables`: cosines and sines float32 [n, 1, dim / 2], or [n, 1, dim] of both halves."""
     out, threads = x.new_empty(len(x), heads * dim), threads_used()
     cosine, sine = (table.contiguous().numpy() for table in tables)
     shorts, rows = as_shorts(out), as_shorts(x.contiguous())
@@ -383,8 +383,8 @@ def before(x: Tensor, norm: Norm, weight: Weight, tables: tuple[Tensor, Tensor],
 
 
 def behind(mixed: Tensor, x: Tensor, weights: tuple[Weight, Weight, Weight], norm: Norm, opening: Opening) -> Tensor:
-    """bfloat16 mixed, what attention gives, and x, what the block was given, [n, width] → what it gives. `weights` are
-    those of the projection, of what is opened, and of the product behind that."""
+    """bfloat16 mixed, the output of attention, and x, the block's input, [n, width] → the block's output. `weights` are
+    those of the projection, of the layer before the activation, and of the layer after it."""
     out, threads = torch.empty_like(x), threads_used()
     shorts, rows, more = as_shorts(out), as_shorts(x.contiguous()), as_shorts(mixed.contiguous())
     proj, first, last = weights
@@ -409,8 +409,8 @@ def as_shorts(x: Tensor) -> Array:
 
 
 def _size_of(rows: int, weight: Weight, each: int, threads: int) -> tuple[int, int]:
-    """Rows of a task, in whole blocks, and its panels, of which tasks take so many for `each`. Each thread has rows of
-    its own where there are enough, and two tasks or more, where it can."""
+    """Rows of a task, in whole blocks, and its panels, in multiples of `each`. Each thread has its own rows if there
+    are enough, and at least two tasks if possible."""
     parts = max(-(-rows // _MOST), min(threads, rows // _LEAST))
     panels = parts * len(weight.panels) // (2 * threads * each)
     return -(-rows // (parts * BLOCK)) * BLOCK, max(1, min(TOGETHER // each, panels))

@@ -1,6 +1,6 @@
-"""What the towers share: patch embedding, attention, feed-forward blocks, mergers.
+"""What towers share: patch embedding, attention, feed-forward blocks, mergers.
 
-A batch is one packed sequence of patches [N, …], see `tower` and `attention`.
+A batch is one packed sequence of patches [N, …]; see `tower` and `attention`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def turn(x: Tensor, rotary: Rotary, *, fresh: bool = False) -> Tensor:
-    """As `apply_rotary`; on a GPU by one kernel, which changes x itself unless the result is to be `fresh`, and so on a
-    CPU that has one."""
+    """As `apply_rotary`; on GPUs, and on CPUs that have one, by a single kernel, which changes x in place unless the
+    result is to be `fresh`."""
     if (kernels := kernels_for(x)) is not None:
         rotated: Tensor = kernels.turn(x.clone() if fresh else x, rotary.cos, rotary.sin)
         return rotated
@@ -50,7 +50,7 @@ def turn(x: Tensor, rotary: Rotary, *, fresh: bool = False) -> Tensor:
 
 @functools.cache
 def _kernel(device: torch.device) -> Callable[..., Tensor] | None:
-    """The rotary kernel; None where it does not run: Triton may be missing, or lack a compiler."""
+    """The rotary kernel; None if it does not run: Triton may be missing, or lack a compiler."""
     if device.type != "cuda":
         return None
     try:
@@ -67,7 +67,8 @@ def _kernel(device: torch.device) -> Callable[..., Tensor] | None:
 class PatchEmbed(nn.Module):
     """Flat patches to hidden states, [N, channels · temporal · patch²] → [N, width].
 
-    In checkpoints it is a convolution whose stride is its kernel, which is a matrix product; `load_tower` flattens it.
+    In checkpoints it is a convolution whose stride equals its kernel, which is a matrix product; `load_tower` flattens
+    it.
     """
 
     def __init__(self, config: Mapping[str, Any], width: int, *, bias: bool) -> None:
@@ -105,7 +106,7 @@ class FeedForwardPart(nn.Module):
     @property
     @abstractmethod
     def products(self) -> tuple[Sequence[Linear], Linear]:
-        """The layers that are opened by `act`, of gates and values where there are two, and the last."""
+        """The layers before the activation (gates and values, if there are two), and the last layer."""
 
 
 class Block(nn.Module):
@@ -128,7 +129,7 @@ class Block(nn.Module):
         return out
 
     def _fused_for(self, x: Tensor) -> Any:
-        """Two kernels that compute x, made of this block's weights when they first do; None: there are none."""
+        """Two kernels that compute x, made of this block's weights on first use; None if there are none."""
         kernels = blocks_for(x)
         if kernels is None or not self._fits:
             return None
@@ -142,7 +143,7 @@ class Block(nn.Module):
 
 
 def _opens(act: nn.Module, kernels: ModuleType) -> tuple[float, float] | None:
-    """Slope and bend of what an activation is in our kernels, which see; None where they have none such."""
+    """Slope and bend of an activation in our kernels; None if they do not have it."""
     if isinstance(act, nn.GELU) and act.approximate == "tanh":
         gelu: tuple[float, float] = kernels.GELU
         return gelu
@@ -213,7 +214,7 @@ class Merger(nn.Module):
 
 
 def layer_norm(width: int) -> nn.LayerNorm:
-    """The layer norm of those towers that have one."""
+    """The LayerNorm of towers that have one."""
     return nn.LayerNorm(width, eps=EPSILON)
 
 

@@ -1,4 +1,4 @@
-"""A block of a vision transformer whose weights lie in panels, and which two kernels compute (`block_kernel`)."""
+"""A block of a vision transformer with weights in panels, computed by two kernels (`block_kernel`)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from encoder_service.models import block_kernel
 from encoder_service.models.block_kernel import Norm, Opening, Weight, as_shorts
 
 GELU = GELU_SLOPE, GELU_BEND
-"""What `Opening` has for gelu by its hyperbolic tangent."""
+"""`Opening`'s parameters for gelu by tanh."""
 KERNELS = block_kernel.KERNELS
 """See `short_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TilePanels:
-    """A weight [outputs, inputs] in panels of pairs for tiles, as the kernels read it. A product by itself is torch's:
-    no other form is kept beside it."""
+    """A weight [outputs, inputs] in panels of pairs for tiles, as the kernels read it. Other products with it are
+    torch's, by way of this form only."""
 
     outputs: int
     panels: Array
@@ -46,8 +46,8 @@ class TilePanels:
 
 
 class FusedBlock:
-    """What a block computes before its attention and behind it, a kernel each. It lays the weights of the block's
-    layers out anew, one after the other, and lets go of them as they were."""
+    """The parts of a block before and after its attention, one kernel each. It lays out the weights of the block's
+    layers one by one, and drops the originals."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class FusedBlock:
         opens: tuple[float, float],
         heads: int,
     ) -> None:
-        """`attention` are the layers of queries, keys and values together and of what is projected, `feed_forward`
-        those that are opened, of gates and values where there are two, and the last; `norms` weight, bias and eps
-        each; `opens` slope and bend of `Opening`."""
+        """`attention` are the layers of queries, keys and values together, and of the projection; `feed_forward` are
+        those before the activation (gates and values, if there are two), and the last; `norms` have weight, bias and
+        eps; `opens` are slope and bend of `Opening`."""
         opening, closing = feed_forward
         qkv, proj = attention
         self._heads = 3 * heads
@@ -78,7 +78,7 @@ class FusedBlock:
         return query, key, value
 
     def behind(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """What attention gives [n, heads, head_dim], and the hidden states that the block was given → the next."""
+        """The output of attention [n, heads, head_dim] and the block's input → the next hidden states."""
         weights = self._proj, self._opening, self._closing
         return block_kernel.behind(mixed.flatten(1), x, weights, self._next_norm, self._opened)
 
@@ -88,7 +88,7 @@ def _norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm:
 
 
 def _laid_out(linears: Sequence[Linear]) -> Weight:
-    """The weights of some layers, one behind the other, each of which begins with a panel."""
+    """The weights of some layers, one after the other, each beginning with a panel."""
     counts = [-(-linear.outputs // WIDTH) for linear in linears]
     pairs = -(-linears[0].inputs // (2 * BLOCK)) * BLOCK
     panels, biases = lined((sum(counts), pairs, WIDTH // 2), np.uint64), np.zeros(sum(counts) * WIDTH, np.float32)

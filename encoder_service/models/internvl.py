@@ -29,7 +29,7 @@ class Embeddings(nn.Module):
         self.side, self.width = side, config["hidden_size"]
         dim = config["num_channels"] * config["patch_size"] ** 2
         self.patch_embeddings = nn.ModuleDict({"projection": Linear(dim, self.width)})
-        # `load_tower` flattens what has more than two dimensions in checkpoints.
+        # `load_tower` flattens tensors with more than two dimensions in checkpoints.
         self.cls_token = nn.Parameter(torch.empty(1, self.width))
         if config["use_mask_token"]:  # in checkpoints, for training alone
             self.mask_token = nn.Parameter(torch.empty(1, self.width))
@@ -43,7 +43,7 @@ class Embeddings(nn.Module):
 
     @cached_property
     def positions(self) -> Tensor | None:
-        """[1 + patches, width], in the order in which patches come."""
+        """[1 + patches, width], in the order of patches."""
         if self.position_embeddings is None:
             return None
         rows, columns = patch_positions(Grid(1, self.side, self.side), _MERGE).unbind(1)
@@ -81,7 +81,7 @@ def _join(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> No
 
 
 class TileLayer(nn.Module):
-    """A pre-norm transformer layer, both of whose parts are scaled by learned numbers."""
+    """A pre-norm transformer layer whose two parts are scaled by learned vectors."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ def _norm(config: Mapping[str, Any]) -> nn.Module:
 
 
 class InternVLTower(PackedTower):
-    """Patches [tiles · patches, dim] → rows [tiles · patches / 4, 1, out]. A tile is a segment of one place more than
-    it has patches, the class token's, which is no row's."""
+    """Patches [tiles · patches, dim] → rows [tiles · patches / 4, 1, out]. A tile is a segment with one more place than
+    patches, for the class token, which gives no row."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         side, width = config["image_size"] // config["patch_size"], config["hidden_size"]
@@ -141,8 +141,8 @@ class InternVLTower(PackedTower):
         return Packing(([self.granularity.places] * tiles,), Rotary(none, none))
 
     def eagerly(self, packing: Packing, device: torch.device) -> Pass:
-        """On a CPU, for one tile after the other: what a layer makes of one stays in the cache, and its rows are the
-        same to the bit whatever else is in the batch."""
+        """On a CPU, tile by tile: a layer's results for one stay in the cache, and its rows do not depend, to the bit,
+        on the rest of the batch."""
         if device.type != "cpu":
             return super().eagerly(packing, device)
         return Pass(packing, (self.backend.over([self.granularity.places], device),))

@@ -1,5 +1,5 @@
-"""transformers' processor of a checkpoint, for one item at a time: what stands for it in a prompt, and what its tower
-takes."""
+"""transformers' processor of a checkpoint, for one item at a time: how it is laid out in a prompt, and its tower's
+inputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SoundLengthError(ValueError):
 
 
 class ItemProcessor:
-    """What transformers raises for an item is a ValueError."""
+    """Errors of transformers for an item become ValueError."""
 
     def __init__(self, folder: Path) -> None:
         self._processor = processor_of(folder)
@@ -59,13 +59,13 @@ class ItemProcessor:
         self._base = base if hasattr(base, "get_rope_index") else None
 
     def frames(self, total: int, fps: float, asked: float = 0.0) -> list[int]:
-        """The numbers of the frames that are taken of a video, where so many of each second are asked for, or none."""
+        """The numbers of the frames taken of a video, at so many per second if stated."""
         with self._as_value_errors():
             return frames_of(self._processor, total, fps, asked)
 
     def replacement(self, shown: Shown) -> Parts:
-        """What stands in a prompt for an item; it follows from its sizes and times alone. Raises SoundLengthError for a
-        sound that is too long or too short."""
+        """The item's layout in a prompt, which depends only on sizes and times. Raises SoundLengthError for a sound
+        that is too long or too short."""
         samples = None if isinstance(shown, np.ndarray) else shown.samples
         if samples is not None and 0 < self._longest < len(samples):
             raise SoundLengthError("the processor does not take all of so long a sound", too_long=True)
@@ -73,7 +73,7 @@ class ItemProcessor:
             return self._replacement(shown)
         except ValueError as error:
             if isinstance(shown, Clip) and samples is not None:
-                self.replacement(Sound(samples))  # which raises the other where the sound is what is too short
+                self.replacement(Sound(samples))  # raises the other error if the sound itself is the cause
             elif samples is not None and len(samples) < rate_of(self._processor):
                 # A second was taken when the model was looked at (`common.hf.rows.takes_sounds`).
                 raise SoundLengthError("the processor has no row for so short a sound", too_long=False) from error
@@ -105,10 +105,10 @@ class ItemProcessor:
             return longest_sound(self._processor)
 
     def _placed(self, parts: Parts, base: Any, shown: Shown, tokens: Sequence[int]) -> Parts:
-        """With the positions of rows, as the model has them in a prompt with a text before the item and one behind."""
+        """Adds the positions of rows, as the model computes them in a prompt with text before and behind the item."""
         ids, places = self._found_places(base, shown, tokens, "a")
         pinned = from_origin(parts, ids, places, tokens)
-        # A picture of one column may look so at one place: not behind another text as well.
+        # A picture with one column may look like this at one position, but not behind another text.
         if pinned and pinned == from_origin(parts, *self._found_places(base, shown, tokens, "ab"), tokens):
             return pinned
         return placed_parts(parts, ids, places, tokens, self._ids)
@@ -116,7 +116,7 @@ class ItemProcessor:
     def _found_places(
         self, base: Any, shown: Shown, tokens: Sequence[int], before: str
     ) -> tuple[list[int], np.ndarray]:
-        """The tokens of a prompt with a text before the item and one behind, and where they are, int [3, n]."""
+        """The tokens of a prompt with text before and behind the item, and their positions, int [3, n]."""
         text = placeholder_of(self._processor, _kind(shown)).join(marks_around(self._processor, _kind(shown)))
         text = f"{before}{text}b"
         made = self._call(shown, text, return_tensors="pt", return_mm_token_type_ids=True)
@@ -133,8 +133,8 @@ class ItemProcessor:
         return found
 
     def inputs(self, shown: Shown) -> dict[str, Any]:
-        """Named tensors, and lists of counts, of which the tower takes those that it knows; `input_ids` are those of
-        what stands in a prompt."""
+        """Named tensors, and lists of counts, of which the tower takes those that it knows; `input_ids` are the item's
+        tokens in a prompt."""
         made: Mapping[str, Any] = self._call(shown, return_tensors="pt")
         return {name: value for name, value in made.items() if name not in _OF_THE_TEXT}
 
@@ -232,8 +232,8 @@ _ASTRAY = "a text beside an item has positions of its own"
 
 
 def _own_places(ids: Sequence[int], places: np.ndarray, own: Sequence[int]) -> int:
-    """How many of a text's last tokens are elsewhere than they would be if they counted on from 0, by their places int
-    [3, n], from the first that is. Raises ValueError where one of these is not the item's `own`."""
+    """How many of a text's last tokens, from the first such on, are not where they would be if they counted on from 0,
+    by positions int [3, n]. Raises ValueError if one of these is not the item's `own`."""
     off = (places != np.arange(len(ids))).any(axis=0)
     count = len(ids) - int(off.argmax()) if off.any() else 0
     if count and list(ids[-count:]) != list(own[-count:]):

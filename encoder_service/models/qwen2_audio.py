@@ -1,6 +1,6 @@
-"""The tower of Qwen2-Audio (https://arxiv.org/abs/2407.10759): Whisper's encoder, whose positions are averaged in
-pairs, and a projection. The reference pads every clip to 30 seconds and masks what is silence; here a clip is as long
-as it is. Parameters have the published names."""
+"""Qwen2-Audio's tower (https://arxiv.org/abs/2407.10759): Whisper's encoder, with positions averaged in pairs, and a
+projection. The reference pads every clip to 30 seconds and masks the padding; here a clip keeps its length. Parameters
+have the published names."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Qwen2AudioTower(AttendingTower):
         return self.run(frames, self.prepare(grids, frames.device))
 
     def prepare(self, grids: Sequence[Grid], device: torch.device) -> tuple[list[int], Segments]:
-        """The positions of each clip, and where these are, on the device."""
+        """The positions of each clip, and their bounds on the device."""
         positions = [grid.w for grid in grids]
         return positions, self.backend.over(positions, device)
 
@@ -89,8 +89,8 @@ class Qwen2AudioTower(AttendingTower):
         return rows.unsqueeze(1)
 
     def _embed(self, clips: Sequence[Tensor]) -> Tensor:
-        """Hidden states [Σ positions, width]: two convolutions over time, the second one of step 2, and a place for
-        each position. A convolution is a product with what each output sees; in front of a clip there is nothing."""
+        """Hidden states [Σ positions, width]: two convolutions over time, the second with stride 2, and position
+        embeddings. A convolution is a product with each output's window, padded with zeros before the clip."""
         gelu = nn.GELU()
         seen = torch.cat([_windows(clip, 1) for clip in clips])
         first = self.conv1(seen, gelu).split([len(clip) - 1 for clip in clips])
@@ -100,5 +100,5 @@ class Qwen2AudioTower(AttendingTower):
 
 
 def _windows(x: Tensor, step: int) -> Tensor:
-    """Of [n, channels], three in a row at a time, the first one behind a row of zeros: [m, channels · 3]."""
+    """Windows of three rows of [n, channels], the first one preceded by a row of zeros: [m, channels · 3]."""
     return F.pad(x, (0, 0, 1, 0)).unfold(0, _KERNEL, step).flatten(1)

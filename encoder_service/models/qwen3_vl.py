@@ -107,10 +107,11 @@ class Qwen3VLTower(RotaryTower):
 
 
 def corners(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """For each patch of a packed batch, the four entries of a side × side table around it, and the share of each.
+    """For each patch of a packed batch, the four entries of a side × side table around it, and their weights.
 
-    Entries [4, N] int64, shares [4, N, 1] float32. Corners of a grid stay corners; in between the table is bilinear.
-    All of a batch is worked out at once on the host: a GPU would spend more on launches than on the arithmetic.
+    Entries [4, N] int64, weights [4, N, 1] float32. Corners of a grid map to corners of the table, and positions in
+    between are interpolated bilinearly. The whole batch is computed on the host at once: a GPU would spend more on
+    launches than on the arithmetic.
     """
     cells = torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]).float()
     counts = torch.tensor([grid.patches for grid in grids])

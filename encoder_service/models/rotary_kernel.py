@@ -1,5 +1,5 @@
-"""Rotary positions of a tower's queries and keys, in Triton: one kernel in the place of twelve operators a layer, which
-a GPU ends faster than it can begin them. Computed in float32 and rounded once, as by `blocks.apply_rotary`."""
+"""Rotary positions of a tower's queries and keys, in Triton: one kernel instead of twelve operators a layer, which a
+GPU finishes faster than they are launched. Computed in float32 and rounded once, as by `blocks.apply_rotary`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from encoder_service.models.tower import Rotary
 
 _HEADS = 32
-"""What one program takes of a token: all queries and keys of most towers."""
+"""Heads of a token in one program: all queries and keys of most towers."""
 
 
 @triton.jit
@@ -51,8 +51,8 @@ def rotary_kernel(
 
 
 def turn(x: Tensor, rotary: Rotary, *, fresh: bool = False) -> Tensor:
-    """Rotates x [N, heads, head_dim], whose tokens may be apart and whose heads are not: in place, or into a `fresh`
-    tensor. Returns that."""
+    """Rotates x [N, heads, head_dim], whose tokens may be strided and whose heads are contiguous: in place, or into a
+    `fresh` tensor. Returns it."""
     count, heads, head = x.shape
     launch = constants(heads, head, rotary.cos.shape[-1])
     out = x.new_empty(x.shape) if fresh else x
@@ -64,7 +64,7 @@ def turn(x: Tensor, rotary: Rotary, *, fresh: bool = False) -> Tensor:
 
 
 def constants(heads: int, head: int, angles: int = 0) -> dict[str, int]:
-    """What a launch for so many heads of this size is compiled for; tables have so many `angles`, 0: half a head's."""
+    """The constants of a launch for so many heads of this size; tables have so many `angles`, 0: half a head's."""
     half = head // 2
     part = min(_HEADS, triton.next_power_of_2(heads))
     return {"HEAD": head, "HALF": half, "ANGLES": angles or half, "DIMS": triton.next_power_of_2(half), "PART": part}

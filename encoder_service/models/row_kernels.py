@@ -1,6 +1,6 @@
-"""Which of a tower's row kernels compute on a CPU in bfloat16, a fact of the process: torch's operators, or ours
-(`common.cpu.short_rows`, `fused_block`) from where the attention back end that has them compiled says that they are
-there."""
+"""Which row kernels of a tower compute on a CPU in bfloat16, for the whole process: torch's operators, or ours
+(`common.cpu.short_rows`, `fused_block`) once the attention back end that has them compiled reports that they are
+ready."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kernels_for(x: Tensor) -> ModuleType | None:
 
 
 def blocks_for(x: Tensor) -> ModuleType | None:
-    """What computes blocks of x as a whole (`fused_block`), if anything does."""
+    """The module that computes whole blocks of x (`fused_block`); None if none does."""
     return _state.blocks if _takes(x) else None
 
 

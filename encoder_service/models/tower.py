@@ -1,4 +1,4 @@
-"""What a vision tower is, how the towers that are built from blocks run, and how a tower gets its weights."""
+"""Vision towers: their interface, how towers built from blocks run, and how weights are loaded."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from encoder_service.models.attention import (
 class Tower(Protocol):
     """Patches [N, channels · temporal · patch²] of a packed batch, and its grids → rows [tokens, levels, width].
 
-    This is all that the worker asks of a model. The rows of an item must not depend on its neighbours in the batch, nor
-    those of one frame group on another's: `engine.batching.cut` gives them to different workers.
+    This is all that the worker needs of a model. An item's rows must not depend on the rest of the batch, nor those of
+    one frame group on another: `engine.batching.cut` gives these to different workers.
 
-    Of a tower that sees tiles, a picture's grid has them one below the other, and a video's one in each frame group. Of
-    a video that is pruned, all rows are computed as of any other, and some dropped afterwards (`engine.pruning`).
+    For a tower with tiles, a picture's grid has them one below the other, and a video has one in each frame group. Of a
+    pruned video all rows are computed, and some dropped afterwards (`engine.pruning`).
     """
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor: ...
@@ -53,8 +53,7 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """What every batch has a whole number of, a square or a tile: its patches, the places that it takes in the packed
-    sequence, and its rows."""
+    """The unit of every batch, a square or a tile: its patches, its places in the packed sequence, and its rows."""
 
     patches: int
     places: int
@@ -63,12 +62,12 @@ class Granularity:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where things go in a packed batch.
+    """The layout of a packed batch.
 
-    `lengths` are the segments of each kind that the tower attends in (whole frame groups; windows; tiles). `order`
-    [N / merge²] int64 says which square stands at which place of the packed sequence; None: each where it came.
-    `corners` are the entries [4, N] int64 of a learned table of positions, and the shares [4, N, 1] float32 of each;
-    None: the tower has no such table.
+    `lengths` are the segments of each kind that the tower attends in (whole frame groups; windows; tiles). `order` [N /
+    merge²] int64 is the square at each place of the packed sequence; None: in the order of arrival. `corners` are
+    entries [4, N] int64 of a learned table of positions, and their weights [4, N, 1] float32; None: the tower has no
+    such table.
     """
 
     lengths: tuple[Lengths, ...]
@@ -84,7 +83,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """All that an eager pass needs besides its patches."""
+    """Everything that an eager pass needs besides patches."""
 
     packing: Packing
     segments: tuple[Segments, ...]
@@ -108,20 +107,20 @@ def rotary(grids: Sequence[Grid], merge: int, head_dim: int, theta: float, devic
 
 
 def rotary_numbers(grids: Sequence[Grid], merge: int, head_dim: int, theta: float) -> list[Tensor]:
-    """What `rotary_by` makes tables of: the position [N, 2] of each patch, and frequencies."""
+    """The input of `rotary_by`: the position [N, 2] of each patch, and frequencies."""
     half = head_dim // 2
     frequencies = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
     return [torch.cat([patch_positions(grid, merge).repeat(grid.t, 1) for grid in grids]), frequencies]
 
 
 def rotary_by(positions: Tensor, frequencies: Tensor) -> Rotary:
-    """The tables, where the numbers are."""
+    """The tables, on the device of the input."""
     angles = (positions[:, :, None].float() * frequencies).flatten(1)[:, None]
     return Rotary(angles.cos(), angles.sin())
 
 
 def frame_groups(grids: Sequence[Grid]) -> list[int]:
-    """Patches of each frame group of each item, which is a segment."""
+    """Patches of each frame group of each item; each is a segment."""
     return [grid.h * grid.w for grid in grids for _ in range(grid.t)]
 
 
@@ -135,13 +134,12 @@ class AttendingTower(nn.Module):
 
 
 class PackedTower(AttendingTower):
-    """A tower of blocks. A family sets these numbers and gives the steps.
+    """A tower built from blocks. A family sets these numbers and implements four steps: `pack` computes the layout on
+    the host, `embed` turns patches into hidden states, `encode` is all that is expensive and independent of the mix of
+    items, and `unpack` restores the order of rows. Only `encode` goes into a CUDA graph.
 
-    There are four: `pack` works out on the host where things go, `embed` turns patches into hidden states, `encode` is
-    everything that is heavy and the same for any mix of items, and `unpack` puts rows back in order. Only `encode` goes
-    into a CUDA graph. `width` is that of hidden states, `out` that of rows,
-    `longest` the most places that a segment of each kind can have (None: no bound but the batch), `rotary_pairs` the
-    pairs of a head that rotary tables turn (0: the tower has none).
+    `width` is that of hidden states, `out` that of rows, `longest` the most places of a segment of each kind (None:
+    bounded by the batch), `rotary_pairs` the rotated pairs of a head (0: the tower has no rotary positions).
     """
 
     width: int
@@ -172,7 +170,7 @@ class PackedTower(AttendingTower):
         """Hidden states [places, width] → rows [tokens, levels, out], in packed order."""
 
     def unpack(self, rows: Tensor, packing: Packing) -> Tensor:
-        """Rows in the order in which the items came."""
+        """Rows in the order of the items."""
         if packing.order is None:
             return rows
         ordered = torch.empty_like(rows)
@@ -180,11 +178,11 @@ class PackedTower(AttendingTower):
         return ordered
 
     def prepare(self, grids: Sequence[Grid], device: torch.device) -> Pass:
-        """What an eager pass needs besides its patches."""
+        """Everything that an eager pass needs besides patches."""
         return self.eagerly(self.pack(grids, device), device)
 
     def eagerly(self, packing: Packing, device: torch.device) -> Pass:
-        """As `prepare`, where the batch is packed."""
+        """As `prepare`, for a packed batch."""
         return Pass(packing, tuple(self.backend.over(lengths, device) for lengths in packing.lengths))
 
     def run(self, patches: Tensor, ready: Pass) -> Tensor:
@@ -197,7 +195,7 @@ class PackedTower(AttendingTower):
 
 
 class RotaryTower(PackedTower):
-    """A tower whose heads are rotated by rows and columns, built from `vision_config`; a row is a square of `merge`²
+    """A tower with rotary positions by rows and columns, built from `vision_config`; a row is a square of `merge`²
     patches, each of which has a place."""
 
     def __init__(self, config: Mapping[str, Any], width: int) -> None:
@@ -213,13 +211,13 @@ class RotaryTower(PackedTower):
             raise CheckpointError(f"rotary scaling {rope['rope_type']} of a tower is not supported")
 
     def pack(self, grids: Sequence[Grid], device: torch.device) -> Packing:
-        """By default frame groups, each square where it came."""
+        """By default frame groups, with squares in the order of arrival."""
         return self.pack_beside(grids, device, [])[0]
 
     def pack_beside(
         self, grids: Sequence[Grid], device: torch.device, numbers: Sequence[Tensor]
     ) -> tuple[Packing, list[Tensor]]:
-        """That, and numbers of the host which go to the device by the same copy."""
+        """The same, and further numbers that go to the device in the same copy."""
         own = rotary_numbers(grids, self.merge, self.head_dim, self.theta)
         positions, frequencies, *there = tensors_to_device([*own, *numbers], device)
         return Packing((frame_groups(grids),), rotary_by(positions, frequencies)), there
@@ -237,11 +235,11 @@ def load_tower(
     attention: str = "auto",
     kernels: str = "auto",
 ) -> nn.Module:
-    """Builds the tower (`tower.Tower`) and reads its weights, and no others, onto `device`.
+    """Builds the tower (`tower.Tower`) and reads only its weights, onto `device`.
 
-    `attention` names a back end, or "auto", which is all that a tower with attention of its own goes with; `kernels` is
-    as for `choose`. Raises CheckpointError where a setting is not supported, or a weight is missing, left over or of
-    another shape, and AttentionUnavailable where the back end cannot run.
+    `attention` names a back end, or "auto", which is the only choice for a tower with its own attention; `kernels` is
+    as in `choose`. Raises CheckpointError if a setting is not supported, or a weight is missing, superfluous or has
+    another shape, and AttentionUnavailable if the back end cannot run.
     """
     module, _, name = config.family.tower.partition(":")
     with torch.device("meta"):
@@ -276,5 +274,5 @@ def multiplies_as_stored(device: torch.device) -> bool:
 
 
 def tower_name(prefixes: Sequence[str], name: str) -> str | None:
-    """A checkpoint's tensor name without what the tower's begin with; None for a tensor that is not the tower's."""
+    """A checkpoint's tensor name without the tower's prefix; None for a tensor of another part."""
     return next((name[len(prefix) :] for prefix in prefixes if name.startswith(prefix)), None)

@@ -1,6 +1,7 @@
-"""Attention inside the segments of a packed sequence, in Triton: not causal, any mix of lengths, any head up to 256.
-One program computes one *tile* of one head, by the running softmax of https://arxiv.org/abs/2205.14135. Tiles come from
-a table in device memory, all that a launch knows of the segments, and never join two; empty ones end at once."""
+"""Attention within the segments of a packed sequence, in Triton: not causal, any mix of lengths, any head size up to
+256. One program computes one *tile* of one head, by online softmax (https://arxiv.org/abs/2205.14135). Tiles come from
+a table in device memory, which is all that a launch knows of the segments; they never span two, and empty ones end at
+once."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def _varlen_attention(
         return
     head = tl.program_id(1)
     dims = tl.arange(0, PADDED)
-    real = dims < HEAD  # a head of 72 or 80 is computed as one of 128, whose other dimensions are zero
+    real = dims < HEAD  # a head of 72 or 80 is padded to 128 with zeros
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
     kept = (rows < end)[:, None] & real[None, :]
     queries = tl.load(query + head * QUERY_HEAD + rows[:, None] * query_row + dims[None, :], mask=kept, other=0.0)
@@ -82,7 +83,7 @@ def _varlen_attention(
 
 
 def tile_rows(longest: int) -> int:
-    """Queries of one tile where no segment has more than `longest`."""
+    """Queries of a tile if no segment has more than `longest`."""
     return 64 if longest <= 64 else 128
 
 
@@ -101,11 +102,11 @@ def tiles(lengths: Iterable[int], rows: int) -> list[tuple[int, int, int]]:
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, rows: int) -> Tensor:
-    """Full attention inside each segment: q, k, v and the result are [N, heads, head] in float32, bfloat16 or float16.
+    """Full attention within each segment: q, k, v and the result are [N, heads, head] in float32, bfloat16 or float16.
 
     `table` is `tiles(lengths, rows)` as int32 [T, 3] on the same device; a tile whose first query is not before its
-    segment's end is skipped. Rows of the result that no tile covers are left as they were allocated. Raises ValueError
-    where the last dimension of q, k or v is not contiguous, or above 256.
+    segment's end is skipped. Rows of the result that no tile covers are not initialised. Raises ValueError if the last
+    dimension of q, k or v is not contiguous, or above 256.
     """
     count, heads, head = q.shape
     if head > 256 or any(part.stride(-1) != 1 for part in (q, k, v)):
@@ -133,7 +134,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, rows: int) 
 
 
 def launch(head: int, dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    """Constants and options of a launch. Tiles must fit into shared memory, and what is added up into registers."""
+    """Constants and options of a launch. Tiles must fit into shared memory, and accumulators into registers."""
     padded = max(16, triton.next_power_of_2(head))
     exact = dtype == torch.float32  # no tensor cores, so twice the warps for half the keys
     return {

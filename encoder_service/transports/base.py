@@ -1,4 +1,4 @@
-"""What every transport can do: say whether a caller can take rows in this way, and bring a run of rows to it.
+"""What every transport can do: tell whether a caller can receive rows by it, and send a run of rows.
 
 `llm_service/encoders/transports/base.py` is the other side.
 """
@@ -19,7 +19,8 @@ Chunks = AsyncGenerator[encoder_pb2.EncodeRows | bytes, None]
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Rows [first, end) of an item, which are computed; those after them may not be yet. Row 0 begins its bytes."""
+    """Rows [first, end) of an item, which are computed; later ones may not be yet. Row 0 is at the start of its
+    bytes."""
 
     item: int
     allocation: Allocation
@@ -50,8 +51,8 @@ class Transport(Protocol):
         ...
 
     def takes(self, run: RowRun, host: encoder_pb2.HostProof, /) -> bool:
-        """Whether a run can go this way to a caller who has proved it. How much is under way is of no account: that is
-        for `has_room` to say."""
+        """Whether a run can be sent like this to a caller with this proof, however much is in transit; for that see
+        `has_room`."""
         ...
 
     def has_room(self, run: RowRun, /) -> bool:
@@ -59,9 +60,9 @@ class Transport(Protocol):
         ...
 
     def send(self, run: RowRun, host: encoder_pb2.HostProof, /) -> Chunks:
-        """Brings a run, for which there is room, to a caller who can take it so; ends when the caller has read it.
+        """Sends a run, for which there is room, to a caller who can receive it; ends when the caller has read it.
 
-        The generator pins the allocation from its first step to its end, so that it may be read whatever becomes of
-        the item's other rows meanwhile. Several runs of one item may be sent, one after the other.
+        The generator pins the allocation from its first step to its end, so the run can be read whatever happens to the
+        item's other rows. Several runs of one item may be sent, one after the other.
         """
         ...

@@ -20,7 +20,7 @@ class Inline:
         self._sent = sent
 
     def proved(self, _host: encoder_pb2.HostProof) -> bool:
-        """There is nothing to prove."""
+        """Needs no proof."""
         return True
 
     def takes(self, _run: RowRun, _host: encoder_pb2.HostProof) -> bool:

@@ -1,4 +1,4 @@
-"""The encoder's end of the local link: who has our memory mapped, and what they say of their leases."""
+"""The encoder's end of the local link: who has its memory mapped, and which leases they release."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PAUSE = 0.1
 
 
 class LocalSocket:
-    """Hands the arena and the lease board to every process of our own user that says the secret.
+    """Hands the arena and the lease board to every process of our own user that knows the secret.
 
-    A connection's end gives back what its reader had leased. Started with `start`, ended with `stop`.
+    The end of a connection releases what its reader had leased. `start` and `stop` are called by the owner.
     """
 
     def __init__(self, folder: str, arena: SharedBuffer, board: SharedBuffer, leases: Leases) -> None:
@@ -45,7 +45,7 @@ class LocalSocket:
         self._accepting = tasks.start(self._accept(), "local socket")
 
     async def stop(self) -> None:
-        """Closes every connection and leaves nothing behind."""
+        """Closes all connections and leaves nothing behind."""
         running = [*self._readers.values(), *([self._accepting] if self._accepting else [])]
         for task in running:
             task.cancel()
@@ -58,7 +58,7 @@ class LocalSocket:
         while True:
             try:
                 link, _ = await loop.sock_accept(self._server)
-            except OSError as error:  # no descriptor is free, for example; who has connected waits for a moment
+            except OSError as error:  # for example, no descriptor is free: the new connection waits for a moment
                 _log.error("a local reader cannot be accepted", why=type(error).__name__)
                 await asyncio.sleep(_PAUSE)
                 continue
@@ -72,7 +72,7 @@ class LocalSocket:
             with contextlib.suppress(OSError, TimeoutError):
                 async with tasks.StallTolerantTimeout(_GREETING_SECONDS):
                     told = await _exactly(link, SECRET_BYTES)
-                if not told:  # another encoder that starts has looked whether somebody listens here
+                if not told:  # another encoder checked at its start whether somebody listens here
                     return
                 if not local_link.same_user(link) or not hmac.compare_digest(told, self.secret):
                     _log.warning("a local reader was refused")
@@ -95,7 +95,7 @@ class LocalSocket:
 
 
 async def _exactly(link: socket.socket, count: int) -> bytes:
-    """`count` bytes; fewer where the other side has closed."""
+    """`count` bytes; fewer if the other side has closed."""
     loop, got = asyncio.get_running_loop(), b""
     while len(got) < count and (more := await loop.sock_recv(link, count - len(got))):
         got += more

@@ -1,4 +1,4 @@
-"""Rows that callers' NIXL agents read where they lie in the store's memory, under leases, from whatever host."""
+"""Rows that callers' NIXL agents read directly from the store's memory, under leases, from any host."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from encoder_service.transports.base import Chunks, RowRun, Sent
 from twinlens.v1 import encoder_pb2
 
 _PART_BYTES = 4 << 20
-"""What is checked, and read, in one piece: the contract's largest."""
+"""Bytes that are read and checked in one piece: the contract's maximum."""
 
 _OWNER = b""
 """Leases that end by their name, their time, or with the stream: no connection tells that a reader is gone."""
 
 
 class Nixl:
-    """Offers ranges of the store's arena, which `agent` has registered, to callers whose agent is connected with it."""
+    """Offers ranges of the store's arena, which `agent` has registered, to callers whose agent is connected."""
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_NIXL
 
@@ -30,7 +30,7 @@ class Nixl:
         self._sent = sent
 
     def proved(self, host: encoder_pb2.HostProof) -> bool:
-        """The caller is connected with the agent that there is now."""
+        """Whether the caller is connected to the current agent."""
         memory = self._agent.memory
         return memory is not None and memory.agent == host.nixl_agent
 
@@ -45,11 +45,11 @@ class Nixl:
     async def send(self, run: RowRun, host: encoder_pb2.HostProof) -> Chunks:
         """One handle for the run; ends when the reader has released it.
 
-        Raises Unavailable where the lease ended by its time alone.
+        Raises Unavailable if the lease expired.
         """
         size, count = self._layout.row_bytes, run.end - run.first
         with self._leases.take(run.allocation, _OWNER) as lease:
-            data = self._store.buffer.slice(lease.span)  # which the lease pins
+            data = self._store.buffer.slice(lease.span)  # pinned by the lease
             sums = await in_thread(_part_sums, data[run.first * size : run.end * size])
             handle = encoder_pb2.RowsHandle(
                 transport=self.number,

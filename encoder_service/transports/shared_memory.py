@@ -35,8 +35,8 @@ class SharedMemory:
     async def send(self, run: RowRun, host: encoder_pb2.HostProof) -> Chunks:
         """One handle for the run; ends when the reader has released it, or is gone.
 
-        So a reader has one lease of an item at a time, and the rows that land while it copies are its next run.
-        Raises Unavailable where the lease ended by its time alone.
+        So a reader has one lease of an item at a time, and rows written meanwhile are its next run. Raises Unavailable
+        if the lease expired.
         """
         size, count = self._layout.row_bytes, run.end - run.first
         with self._leases.take(run.allocation, host.grant) as lease:

@@ -1,4 +1,4 @@
-"""Every way in which rows can leave this encoder, put together: what is offered, and what is held for readers."""
+"""All transports of this encoder: what is offered, and what is held for readers."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Transports:
         nixl: NixlAgent | None = None,
         slots: int = _SLOTS,
     ) -> AsyncIterator[Transports]:
-        """Them for the length of the block; `pools` are those of workers, where they are told to have any, and
-        `nixl` the agent of the store's memory, where it has one. `slots` leases are given out at once; past that, rows
-        go inline, to those who accept that.
+        """The transports, for the duration of the context. `pools` are the workers' pools, if any, and `nixl` the agent
+        of the store's memory, if any. At most `slots` leases exist at once; beyond that, rows go inline to callers who
+        accept it.
 
-        Raises OSError where `folder` cannot hold a socket.
+        Raises OSError if `folder` cannot hold a socket.
         """
         sent = Sent()
         ways: list[Transport] = [Inline(store, layout, sent)]
@@ -98,7 +98,7 @@ class Transports:
 
     @property
     def local_socket(self) -> encoder_pb2.LocalSocket | None:
-        """Where the store's memory is handed over; None where it is not."""
+        """Where the store's memory is handed over; None if it is not."""
         return (
             None if self._local is None else encoder_pb2.LocalSocket(name=self._local.name, secret=self._local.secret)
         )
@@ -110,17 +110,17 @@ class Transports:
 
     @property
     def nixl_memory(self) -> AgentMemory | None:
-        """The store's memory as callers' NIXL agents find it; None where they do not, or not just now."""
+        """The store's memory for callers' NIXL agents; None if it is not available, or not now."""
         return None if self._nixl is None else self._nixl.memory
 
     def check(self, accepts: Iterable[int], host: encoder_pb2.HostProof) -> None:
-        """Raises Precondition where a caller has proved none of the ways that it accepts. Whether there is room is
-        asked when rows are there to be sent."""
+        """Raises Precondition if a caller has proved none of the transports that it accepts. Room is checked later,
+        when there are rows to send."""
         self._ways(accepts, host, None)
 
     def choose(self, accepts: Iterable[int], host: encoder_pb2.HostProof, run: RowRun) -> Transport:
-        """The shortest way that a caller accepts and has proved, that this run can go, and that has room; raises
-        Precondition where the first two allow none, and Exhausted where it is room alone that is missing."""
+        """The shortest transport that the caller accepts and has proved, that fits this run, and has room. Raises
+        Precondition if there is none, and Exhausted if only room is missing."""
         for transport in self._ways(accepts, host, run):
             if transport.has_room(run):
                 return transport

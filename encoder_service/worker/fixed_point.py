@@ -1,6 +1,6 @@
-"""Resizing 8-bit pictures on any device, bit for bit as torch's 8-bit kernel, which the reference's processors use and
-which runs on CPUs alone: antialiased bicubic in fixed point, along the width, rounded, then along the height. Float
-arithmetic comes out up to 20 grey levels apart. An output pixel has a few input pixels (`Taps`), with whole weights."""
+"""Resizes 8-bit pictures on any device, bit for bit as torch's 8-bit kernel, which the reference's processors use and
+which runs on CPUs only: antialiased bicubic in fixed point, along the width, rounded, then along the height. Floating
+point differs by up to 20 grey levels. An output pixel depends on a few input pixels (`Taps`), with integer weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from encoder_service.worker.pixel_ring import kept_there
 
 _A = -0.5
-"""The bicubic kernel's parameter, where it is antialiased."""
+"""The parameter of the bicubic kernel with antialiasing."""
 _SUPPORT = 2.0
 """Input pixels that it reaches to either side, at full size."""
 _MAX_PRECISION = 22
 _WEIGHT_LIMIT = 1 << 15
-"""Weights are 16-bit numbers there."""
+"""Weights are 16-bit numbers in torch's kernel."""
 _CHUNK = 1 << 25
 """Elements of four bytes."""
 _KEPT = 256
-"""Lines whose taps a device keeps: of 4000 pixels that become 1400 they take 140 KB."""
+"""Lines whose taps a device keeps: those from 4000 to 1400 pixels take 140 KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Taps:
 
 def resize(frames: Tensor, size: tuple[int, int], *, chunk: int = _CHUNK) -> Tensor:
     """Resizes [T, 3, H, W] uint8 to `size` (height, width), antialiased bicubic; the result is uint8. At most `chunk`
-    elements of an intermediate are made at a time, or those of one frame."""
+    elements of an intermediate exist at a time, or those of one frame."""
     height, width = size
     return _along(_along(frames, -1, width, chunk), -2, height, chunk)
 
@@ -64,17 +64,17 @@ def _mix(frames: Tensor, dim: int, taps: Taps) -> Tensor:
 
 @functools.lru_cache(maxsize=_KEPT)
 def line_on(size: int, out: int, device: torch.device) -> Taps:
-    """As `line`, on a device, where the lines that are most in use are kept."""
+    """As `line`, on a device, where the most used lines are cached."""
     taps = line(size, out)
     return Taps(kept_there(taps.index, device), kept_there(taps.weight, device), taps.precision)
 
 
 @functools.lru_cache(maxsize=512)
 def line(size: int, out: int) -> Taps:
-    """The taps of a line of `size` pixels that becomes one of `out`.
+    """The taps of a line of `size` pixels that is resized to `out`.
 
-    Where it shrinks, the kernel is stretched over as many more pixels. Centres are in the middle of pixels; pixels
-    beyond either end do not count, and the weights of the rest are brought to a sum of one.
+    When it shrinks, the kernel is widened in proportion. Centres are in the middle of pixels; pixels beyond the ends
+    are ignored, and the other weights are normalised to sum to one.
     """
     scale = size / out
     stretch = max(scale, 1.0)
@@ -98,7 +98,7 @@ def _bicubic(x: Tensor) -> Tensor:
 
 
 def _precision(largest: float) -> int:
-    """The most bits behind the point with which the largest weight still fits."""
+    """The most fractional bits with which the largest weight still fits."""
     for bits in range(_MAX_PRECISION):
         if int(0.5 + largest * (1 << (bits + 1))) >= _WEIGHT_LIMIT:
             return bits

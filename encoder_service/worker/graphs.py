@@ -1,7 +1,7 @@
-"""A tower in CUDA graphs: one for each of a ladder of budgets of patches, or tiles; right for any mix of items.
+"""A tower in CUDA graphs: one for each of several budgets of patches, or tiles, valid for any mix of items.
 
-A small batch is mostly launches: hundreds of kernels that a GPU ends faster than a CPU starts them. A graph, of
-`PackedTower.encode`, starts them all at once.
+A small batch is mostly launches: hundreds of kernels that a GPU finishes faster than a CPU launches them. A graph of
+`PackedTower.encode` launches them all at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from encoder_service.models.attention import Segments, StableSegments
 from encoder_service.models.tower import PackedTower, Packing, Pass, Rotary
 
 LADDER = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Budgets where none are given: at most half is padding, and above the last one launches no longer matter."""
+"""Budgets if none are given: at most half is padding, and above the last one launches do not matter."""
 
 _CHOICE_SECONDS = 20.0
 _LAYERS = 8
@@ -38,7 +38,7 @@ class GraphsUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What a replay reads and writes, for all budgets: a smaller one uses the beginning.
+    """The inputs and outputs of a replay, shared by all budgets: a smaller one uses the beginning.
 
     `x` [places, width], `cos` and `sin` [places, 1, rotary pairs] float32, `rows` [tokens, levels, out].
     """
@@ -78,7 +78,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """All that a replay needs besides its patches: the graph, and the tables of its segments."""
+    """Everything that a replay needs besides patches: the graph, and the tables of its segments."""
 
     packing: Packing
     graph: Graph
@@ -96,8 +96,8 @@ class Captured(Protocol):
 
 
 class Choice:
-    """What is chosen by measuring on the device, for as long as `seconds` last; without a clock, nothing is. Each
-    choice is logged with what it rests on."""
+    """Chooses by measuring on the device, for at most `seconds` in all; without a clock, nothing is measured. Each
+    choice is logged with its reason."""
 
     def __init__(self, clock: Clock | None, seconds: float = _CHOICE_SECONDS) -> None:
         self._clock = clock
@@ -108,8 +108,9 @@ class Choice:
         return self._clock if time.monotonic() < self._end else None
 
     def attention(self, patches: int, able: Mapping[str, StableSegments], heads: Tensor, capture: Capture) -> str:
-        """Of back ends over the same segments, the fastest, or the first. Queries, keys and values are `heads`,
-        [3, places, heads, head_dim]. One that cannot be captured is none; raises CaptureFailed where none is left."""
+        """The fastest of several back ends over the same segments, or the first. Queries, keys and values are `heads`,
+        [3, places, heads, head_dim]. A back end that cannot be captured is skipped; raises CaptureFailed if none is
+        left."""
         clock, first = self._measures, next(iter(able))
         if clock is None or len(able) == 1:
             return first
@@ -131,7 +132,7 @@ class Choice:
         """Whether a replay takes longer than that pass."""
         if (clock := self._measures) is None:
             return False
-        eager()  # for what is set up at the first call
+        eager()  # the first call sets things up
         replayed, ran = clock(graph.replay), clock(eager)
         taken = {"replay": round(replayed * 1e6), "eager": round(ran * 1e6)}
         _log.info("a graph is compared", patches=graph.patches, kept=replayed <= ran, microseconds=taken)
@@ -145,10 +146,9 @@ def _repeat(segments: Segments, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class GraphedTower:
-    """A tower that replays what it can, padded up to the next budget; rows of the padding are computed and never read,
-    and attention does not reach it. Batches above the largest budget, or with more segments than theirs has room for,
-    run eagerly, with the same result. `replays` and `eager` count passes.
-    """
+    """A tower that replays graphs where it can, padded to the next budget; rows of padding are computed and ignored,
+    and attention does not reach them. Batches above the largest budget, or with more segments than it has room for, run
+    eagerly, with the same result. `replays` and `eager` count passes."""
 
     def __init__(
         self,
@@ -161,12 +161,11 @@ class GraphedTower:
         dtype: torch.dtype,
         choice: Choice | None = None,
     ) -> None:
-        """Captures a graph for each budget, the largest first, except for those that need more than `max_bytes`, and up
-        to the first that cannot be captured. Of several back ends of attention each gets the one of `choice`, or (None)
-        the first.
+        """Captures a graph for each budget, the largest first, except those that would exceed `max_bytes`, until one
+        cannot be captured. With several attention back ends each graph gets that of `choice`, or (None) the first.
 
-        Raises GraphsUnavailable where the tower's attention cannot be captured, or a budget is no number of squares,
-        or of tiles.
+        Raises GraphsUnavailable if the tower's attention cannot be captured, or a budget is not a multiple of a square
+        or tile.
         """
         self.replays = 0
         self.eager = 0
@@ -192,7 +191,7 @@ class GraphedTower:
         return [graph.patches for graph in self._graphs]
 
     def prepare(self, grids: Sequence[Grid], device: torch.device) -> Replay | Pass:
-        """What a pass needs besides its patches: the smallest graph that fits the batch, or no graph."""
+        """What a pass needs besides patches: with the smallest graph that fits the batch, or without one."""
         packing = self._tower.pack(grids, device)
         for graph in self._graphs:
             if graph.holds(packing):
@@ -202,7 +201,7 @@ class GraphedTower:
         return self._tower.eagerly(packing, device)
 
     def run(self, patches: Tensor, ready: Replay | Pass) -> Tensor:
-        """Patches of the batch that was prepared → rows [tokens, levels, width], which no later pass changes."""
+        """Patches of the prepared batch → rows [tokens, levels, width], which no later pass changes."""
         tower = self._tower
         if isinstance(ready, Pass):
             self.eager += 1
@@ -215,7 +214,7 @@ class GraphedTower:
 
     def _replay(self, x: Tensor, ready: Replay) -> Tensor:
         """Rows [tokens, levels, out] of hidden states [places, width]. They are copied out, which takes a hundredth of
-        a copy to the host: the next replay need not wait until the host has them."""
+        a copy to the host, so that the next replay need not wait until the host has them."""
         buffers, rotary = self._buffers, ready.packing.rotary
         buffers.x[: len(x)].copy_(x)
         buffers.cos[: len(x)].copy_(rotary.cos)
@@ -228,8 +227,9 @@ class GraphedTower:
         return buffers.rows[: len(x) // unit.places * unit.rows].clone()
 
     def leave_out_slower(self, device: torch.device) -> None:
-        """From the first budget on whose replay takes longer than an eager pass of the batches that it is for: there
-        launches no longer matter, and padding does. Such a batch is half way up from the budget below."""
+        """Drops all budgets from the first one whose replay takes longer than an eager pass of a typical batch for it:
+        there launches do not matter any more, and padding does. A typical batch is half way from the next smaller
+        budget."""
         unit, below = self._tower.granularity, 0
         for index, graph in enumerate(self._graphs):
             middle = max((below + graph.patches) // 2 // unit.patches, 1)
@@ -239,7 +239,7 @@ class GraphedTower:
             below = graph.patches
 
     def _eager_pass(self, places: int, device: torch.device) -> Callable[[], object]:
-        """One picture of so many places, or as many windows or tiles as they make."""
+        """One picture of so many places, or as many windows or tiles."""
         tower, buffers = self._tower, self._buffers
         segments = [tower.backend.over(_cut(places, longest), device) for longest in tower.longest]
         rotary = Rotary(buffers.cos[:places], buffers.sin[:places])
@@ -281,10 +281,10 @@ def _cut(places: int, longest: int | None) -> list[int]:
 
 
 def budgets_for(wanted: Sequence[int] | None, tower: nn.Module, device: torch.device, batch: int) -> list[int]:
-    """The budgets to capture: those `wanted`, or (None) the ladder up to a whole batch, where graphs can be, of whole
-    tiles where the tower sees tiles.
+    """The budgets to capture: those `wanted`, or (None) the ladder up to a whole batch, if graphs are possible, in
+    whole tiles if the tower has tiles.
 
-    Raises GraphsUnavailable where graphs are wanted and there is no GPU, or the tower is not built from blocks.
+    Raises GraphsUnavailable if graphs are wanted and there is no GPU, or the tower is not built from blocks.
     """
     if not isinstance(tower, PackedTower) or device.type != "cuda":
         if wanted:

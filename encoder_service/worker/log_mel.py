@@ -16,7 +16,7 @@ from encoder_service.worker.pixel_ring import kept_there
 
 _TOP = SAMPLE_RATE / 2
 _LINEAR, _LINEAR_TOP = 200 / 3, 1000.0
-"""Slaney's mel scale: up to 1 kHz each mel is so many hertz, above it 27 mels are a factor of 6.4."""
+"""Slaney's mel scale: up to 1 kHz each mel is a constant number of hertz, above it 27 mels are a factor of 6.4."""
 _STEP = np.log(6.4) / 27
 
 
@@ -24,7 +24,7 @@ def preprocess(pixels: Tensor, size: tuple[int, int], processor: ClipProcessor) 
     """The `Preprocess` of clips: frames [2 · positions + 1, bands] float32 of samples [1, 1, n, 4] uint8, which are
     float32; `size` is (1, n).
 
-    The last frame is what the convolutions of the tower see behind the last position; behind the longest clip, zeros.
+    The last frame is what the tower's convolutions see behind the last position; behind the longest clip, zeros.
     """
     samples = pixels.reshape(-1).view(torch.float32)
     frames = -(-size[1] // processor.hop)
@@ -36,8 +36,8 @@ def preprocess(pixels: Tensor, size: tuple[int, int], processor: ClipProcessor) 
 def log_mel(samples: Tensor, wanted: int, processor: ClipProcessor) -> Tensor:
     """The first `wanted` frames [wanted, bands] of a clip, or as many as the longest one has.
 
-    The reference has every clip followed by silence, up to the longest one's length. Here as much silence follows as
-    the windows of these frames see, and of two more: what is loudest is in one of them.
+    The reference pads every clip with silence to the longest length. Here as much silence is added as the windows of
+    these frames see, and two more, which is enough for the maximum.
     """
     window, hop = processor.window, processor.hop
     length = min(hop * wanted + 2 * window, processor.samples)

@@ -1,4 +1,4 @@
-"""What the service and a device worker say to each other. Pixels and rows travel in shared arenas."""
+"""Messages between the service and a device worker. Pixels and rows travel in shared arenas."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from common.hf.description import HfModel
 
 
 class WorkerSettings(msgspec.Struct, tag=True):
-    """First message to a worker: which checkpoint, on what, and the sizes of the two arenas it inherited.
+    """First message to a worker: the checkpoint, the device, and the sizes of the two arenas it inherited.
 
-    `device` is "cpu", "cuda" or "cuda:N"; `dtype` of rows "float32", "bfloat16" or "float16", and so `tower_dtype` of
-    weights, empty: the same; `threads` is how many CPU threads may compute, 0 for torch's own choice. `attention` names
-    a back end, or "auto"; `kernels` is "auto", "wait" or "torch". `graphs` are the patch budgets to capture, of at most
-    `graph_bytes` together; None leaves them to the worker. A batch has up to `batch_patches`. `pool_bytes` of the
-    device's own memory are set aside for rows that others read there; 0: none. `hf`: what transformers says of a
-    model that it computes; None for a family of ours. With `core_share` a worker with all cores divides them with other
-    processes.
+    `device` is "cpu", "cuda" or "cuda:N"; `dtype` of rows is "float32", "bfloat16" or "float16", as is `tower_dtype` of
+    weights, empty: the same; `threads` is the number of CPU threads, 0 for torch's default. `attention` names a back
+    end, or "auto"; `kernels` is "auto", "wait" or "torch". `graphs` are the patch budgets to capture, of at most
+    `graph_bytes` together; None: the worker's default. A batch has at most `batch_patches`. `pool_bytes` of the
+    device's memory are reserved for rows that others read there; 0: none. `hf` describes a model that transformers
+    computes; None for a family of ours. With `core_share` a worker with all cores shares them with other processes.
     """
 
     folder: str
@@ -91,12 +90,12 @@ class StartFailed(msgspec.Struct, tag=True):
 
 
 class BatchDone(msgspec.Struct, tag=True):
-    """The rows of some `pieces` (by index) of a batch are written, of all if none are named: a batch has ended with its
-    last piece. Times are in seconds.
+    """The rows of some `pieces` (by index) of a batch are written, of all if none are named: a batch ends with its last
+    piece. Times are in seconds.
 
-    Which of these pieces have rows that are `not_finite`, which are not written, goes by their order here. `replayed`
-    says that the tower ran as a graph. `row_sums` has one for each of them: of its rows in the pool, 0 where they are
-    not there. `late_compiles` are kernels that passes have waited for since the last answer.
+    `not_finite` are those of these pieces, by their order here, whose rows are not finite and not written. `replayed`:
+    the tower ran as a graph. `row_sums` has a sum of each piece's rows in the pool, 0 if they are not there.
+    `late_compiles` are kernels that passes have waited for since the last answer.
     """
 
     not_finite: list[int]

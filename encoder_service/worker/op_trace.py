@@ -1,5 +1,5 @@
-"""A pass as the list of its operators, which are done again without the Python that called them: what a CUDA graph can
-hold of a pass whose host looks at sizes and masks."""
+"""Records a pass as the list of its operators, which are replayed without the Python code that called them: what a CUDA
+graph can hold of a pass whose host reads sizes and masks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _READING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 """Tags of operators whose result, or its shape, the host waits for."""
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
-"""Those that do where an index is a mask. They take an index of the host's to the device by a copy, as does what
-copies."""
+"""Operators that wait if an index is a mask. They copy a host index to the device, like copies themselves."""
 _FROM_HOST = _INDEXING | {"aten::copy_"}
 _MOST_CHECKS = 64
 
@@ -43,7 +42,7 @@ class _Varying:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An operator, what it is given, and the numbers of the tensors among its results."""
+    """An operator, its arguments, and the numbers of the tensors among its results."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -52,16 +51,16 @@ class _Step:
 
 
 class Trace:
-    """The operators of one pass that depend on its sources. What does not is kept as it was found, so that all passes
-    must be alike in everything else: sizes, masks, grids.
+    """The operators of one pass that depend on its sources. Everything else is kept as constant, so all passes must
+    agree in it: sizes, masks, grids.
 
-    Where the host has looked at what depends on sources, `holds` bool [checks] says of the last run whether it would
-    have seen the same; if it would not, the rows are not those of a pass. `looks` names these operators.
+    If the host has read something that depends on sources, `holds` bool [checks] says of the last run whether it would
+    have read the same; if not, the rows are not those of a pass. `looks` names these operators.
     """
 
     def __init__(self, run: Callable[[], Tensor], sources: Sequence[Tensor]) -> None:
-        """Runs it once, on what the sources hold. Raises UntraceableError."""
-        with torch.inference_mode(mode=False), torch.no_grad():  # where the host's look is hidden from a mode
+        """Runs it once, on the current content of the sources. Raises UntraceableError."""
+        with torch.inference_mode(mode=False), torch.no_grad():  # inference mode would hide the host's reads
             recorder = _Recorder(sources)
             with recorder:
                 made = run()
@@ -80,7 +79,7 @@ class Trace:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """What the pass gives of what the sources hold now."""
+        """The result of the pass for the current content of the sources."""
         values: dict[int, Tensor] = dict(enumerate(self._sources))
 
         def filled(given: Any) -> Any:
@@ -105,8 +104,8 @@ def _numbers(step: _Step) -> Iterator[int]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Computes as without, and keeps the steps. A storage varies from the first operator on that writes to it what
-    follows from the sources."""
+    """Computes as usual, and records the steps. A storage varies from the first operator on that writes to it something
+    that depends on the sources."""
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
         super().__init__()
@@ -116,11 +115,11 @@ class _Recorder(TorchDispatchMode):
         self._device = sources[0].device
         self._count = 0
         self._tensors: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-        self._storages: dict[int, StorageWeakRef] = {}  # which keep addresses from being used again
+        self._storages: dict[int, StorageWeakRef] = {}  # keeps addresses from being reused
         self._varying: dict[int, int] = {}
         """Storages and the number of a tensor in each."""
         self._constants: dict[int, list[_Constant]] = {}
-        """What steps have been given of the other storages, as long as nothing has written to these."""
+        """Constants that steps have read of other storages, as long as nothing has written to these."""
         for source in sources:
             self._made(source)
             self._name(source)
@@ -170,12 +169,12 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def _reads(self, func: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
-        """Whether the host knows what it gives, or writes to."""
+        """Whether the host reads what it returns, or writes to."""
         there = any(not _is_host(each) for each in tensors)
         return not _READING.isdisjoint(func.tags) or (there and any(map(_is_host, written)))
 
     def _constant(self, made: Any, given: Sequence[Tensor]) -> Any:
-        """Of what follows from no source, or has been checked."""
+        """A constant that depends on no source, or has been checked."""
         before = {_address(each) for each in given}
         for each in _tensors(made):
             if _address(each) not in before:
@@ -207,7 +206,7 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def _check(self, read: Tensor, name: str) -> None:
-        """Has each run compare what the host has seen. What follows from that is as constant as the rest."""
+        """Has each run compare what the host has read. What follows from that is as constant as the rest."""
         if len(self.looks) == _MOST_CHECKS:
             raise UntraceableError(f"the host looks too often at what follows from an item's content ({name})")
         given = _Constant(self.holds), len(self.looks), self._argument(read), _Constant(read.clone())
@@ -224,8 +223,8 @@ class _Recorder(TorchDispatchMode):
         return kept
 
     def number_of(self, given: Tensor) -> int:
-        """Of what varies. Another window into a storage that is known is made by a step. Raises UntraceableError for
-        what does not follow from the sources."""
+        """The number of a varying tensor. Another view of a known storage is made by a step. Raises UntraceableError
+        for one that does not depend on the sources."""
         known, number, address = self._tensors.get(id(given), (None, 0, 0))
         if known is not None and known() is given and address == _address(given):
             return number
@@ -250,7 +249,7 @@ class _Recorder(TorchDispatchMode):
         return number
 
     def _keep(self, written: Sequence[Tensor]) -> None:
-        """What steps have been given of these, as it was then: they are written to."""
+        """Copies constants that steps have read of these, since they are written to."""
         for each in written:
             if _address(each) not in self._storages:
                 raise UntraceableError("transformers writes to what it keeps")
@@ -266,7 +265,7 @@ class _Recorder(TorchDispatchMode):
         return whole
 
     def _begin_to_vary(self, tensor: Tensor) -> None:
-        """It is about to be written to for the first time: each run begins with what it has now."""
+        """The tensor is about to be written to for the first time: each run begins with its current content."""
         if _address(tensor) not in self._storages:
             raise UntraceableError("transformers writes what follows from its item to what it keeps")
         whole = self._kept(tensor)
@@ -284,7 +283,7 @@ def _is_host(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    if tensor.layout != torch.strided:  # a weight laid out for a library, which nobody writes to
+    if tensor.layout != torch.strided:  # a weight in a library's layout, which nobody writes to
         return -id(tensor)
     address: int = tensor.untyped_storage()._cdata
     return address

@@ -82,8 +82,8 @@ class Cut:
 
 
 Cuts = Callable[[tuple[int, int], Any], tuple[PixelSettings, list[Cut]]]
-"""How frames that are resized to a size (height, width) become patches, by a processor; all of a cut, then those of the
-next."""
+"""How frames resized to a size (height, width) become patches, by a processor; all patches of a cut precede those of
+the next."""
 
 
 class PicturePatches:
@@ -99,14 +99,14 @@ class PicturePatches:
         return patchify(normalise(parts[0] if len(parts) == 1 else torch.cat(parts), settings), settings)
 
     def writer(self, processor: Any, dtype: torch.dtype, device: torch.device) -> PatchWriter | None:
-        """What makes the same patches by kernels, in this type; None where there is nothing such."""
+        """Makes the same patches by kernels, in this type; None if there is no such kernel."""
         settings, _ = self.cuts((0, 0), processor)
         kernels = _kernels(settings, dtype, device)
         return None if kernels is None else PatchWriter(kernels, self.cuts, processor)
 
 
 class PatchWriter:
-    """Has kernels (`pixel_kernels`) make patches where they belong in a batch."""
+    """Has kernels (`pixel_kernels`) write patches into their places in a batch."""
 
     def __init__(self, kernels: ModuleType, cuts: Cuts, processor: Any) -> None:
         self._kernels, self._cuts, self._processor = kernels, cuts, processor
@@ -127,14 +127,14 @@ class PatchWriter:
 
 @functools.lru_cache(maxsize=16)
 def values(settings: PixelSettings, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What each of 256 numbers becomes in each channel [3, 256], kept on the device."""
+    """The value of each of 256 levels in each channel [3, 256], cached on the device."""
     numbers = torch.arange(256, dtype=torch.uint8, device=device)
     return normalise(numbers.expand(1, 3, 1, 256), settings).to(dtype).view(3, 256)
 
 
 @functools.lru_cache(maxsize=16)
 def _kernels(settings: PixelSettings, dtype: torch.dtype, device: torch.device) -> ModuleType | None:
-    """Kernels that make patches of pictures; None where they do not run: Triton may be missing, or lack a compiler."""
+    """Kernels that make patches of pictures; None if they do not run: Triton may be missing, or lack a compiler."""
     if device.type != "cuda":
         return None
     try:
@@ -147,8 +147,8 @@ def _kernels(settings: PixelSettings, dtype: torch.dtype, device: torch.device) 
 
 
 def try_out(kernels: ModuleType, settings: PixelSettings, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ValueError where the kernels' patches are others than torch's: of noise that is made narrower and higher,
-    and cut into tiles where no patch is of several frames."""
+    """Raises ValueError if the kernels' patches differ from torch's, for noise that is made narrower and higher, and
+    cut into tiles if no patch has several frames."""
     side = 2 * settings.factor
     tile = side if settings.temporal > 1 else settings.factor
     patches = PicturePatches(lambda size, _: (settings, [Cut(size, (tile, tile))]))

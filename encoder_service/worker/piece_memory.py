@@ -1,4 +1,4 @@
-"""What pieces are made of, and where their rows go: the arenas that a worker shares with its service, and its pool."""
+"""Where pieces' pixels are, and where their rows go: the arenas that a worker shares with its service, and its pool."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class StagedPieces:
 
 
 class RowWriter:
-    """Takes rows [tokens, levels, width] by `way_out` into the store arena, and on the device into its `pool`, if any,
-    where others read them."""
+    """Writes rows [tokens, levels, width] through `way_out` into the store arena, and on the device into its `pool`, if
+    any, where others read them."""
 
     def __init__(self, store: SharedBuffer, way_out: Exit, pool: Pool | None) -> None:
         self._store = torch.frombuffer(store.view, dtype=torch.uint8)
@@ -49,9 +49,10 @@ class RowWriter:
         return self._way_out.mark()
 
     def write_to_pool(self, rows: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """Copies rows into the pool where they have a place there; the sums [pieces] int64 of those, 0 for the rest.
+        """Copies rows that have a place in the pool there; returns their sums [pieces] int64, 0 for others.
 
-        What is not finite is copied as well: nobody is told of it, and to find it out first would be a wait."""
+        Rows that are not finite are copied as well: nobody is told of them, and checking first would mean waiting.
+        """
         sums = torch.zeros(len(pieces), dtype=torch.int64, device=rows.device)
         if self._pool is not None:
             for index, (piece, part) in enumerate(_each(pieces, rows)):
@@ -67,18 +68,19 @@ class RowWriter:
         return found
 
     def write(self, rows: Tensor, pieces: Sequence[Piece], good: Sequence[bool], after: Event) -> None:
-        """Writes the rows of good pieces into the store, likewise."""
+        """Writes the rows of good pieces into the store."""
         self._way_out.fetch(self._places(rows, pieces, good), after)
 
     def _places(self, rows: Tensor, pieces: Sequence[Piece], good: Sequence[bool]) -> Iterator[tuple[Tensor, Tensor]]:
-        """From and to where they are copied."""
+        """Sources and targets of the copies."""
         for (piece, part), fine in zip(_each(pieces, rows), good, strict=True):
             if fine:
                 yield _bytes(part), self._store[piece.rows : piece.rows + part.nbytes]
 
 
 def pool_for(device: torch.device, size: int, row_bytes: int) -> Pool | None:
-    """A pool of so many bytes of the device's own memory, for rows of so many; None for 0. Raises DeviceMemoryError."""
+    """A pool of so many bytes of the device's memory, for rows of so many bytes; None for 0. Raises
+    DeviceMemoryError."""
     if not size:
         return None
     check_row_bytes(row_bytes)
@@ -91,5 +93,5 @@ def _each(pieces: Sequence[Piece], rows: Tensor) -> Iterator[tuple[Piece, Tensor
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """What lies there, uint8 [n]; the tensor is contiguous."""
+    """A contiguous tensor's bytes, uint8 [n]."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,6 +1,6 @@
-"""Patches of 8-bit pictures on a GPU, in Triton: a kernel for each axis of `fixed_point.resize`, with its very bits,
-and one that cuts patches and writes them where they belong in a batch, each of 256 values as a table has it. Frames lie
-as decoders leave them, [T, H, W, 3]."""
+"""Patches of 8-bit pictures on a GPU, in Triton: a kernel for each axis of `fixed_point.resize`, with the same bits,
+and one that cuts patches and writes them into their places in a batch, with values from a table of 256. Frames are as
+decoders write them, [T, H, W, 3]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from encoder_service.worker.fixed_point import line_on
 
 _LINES, _ACROSS = 4, 256
-"""What one program makes of some lines."""
+"""Lines, and numbers of each, per program."""
 _BESIDE = 1024
 """And of some columns."""
 _CHANGING = ["length", "out_length", "taps", "precision", "half"]
@@ -34,8 +34,8 @@ def line_kernel(
 ):
     """Resizes lines [lines, length, 3] to [lines, out_length, 3]. Grid [lines / LINES, 3 · out_length / BLOCK].
 
-    A pixel is made of `taps` that follow each other from its first, of which weights [taps, out_length] beyond the end
-    are 0; half is half of 1 << precision.
+    A pixel is made of `taps` consecutive pixels; weights [taps, out_length] beyond the end are 0; half is half of 1 <<
+    precision.
     """
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -66,8 +66,8 @@ def column_kernel(
     half,
     BLOCK: tl.constexpr,
 ):
-    """Resizes columns of frames [T, length, across] to [T, out_length, across], `across` numbers of whatever channel;
-    the rest as for `line_kernel`. Grid [T · out_length, across / BLOCK]."""
+    """Resizes columns of frames [T, length, across] to [T, out_length, across], `across` numbers of any channel; the
+    rest as in `line_kernel`. Grid [T · out_length, across / BLOCK]."""
     line = tl.program_id(0)
     pixel, frame = line % out_length, (line // out_length).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -143,15 +143,15 @@ def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
 def write_patches(
     frames: Tensor, out: Tensor, table: Tensor, tile: tuple[int, int], patch: int, temporal: int, merge: int
 ) -> None:
-    """Fills out [patches, dim], which lies together, with all patches of frames [T, H, W, 3] that are cut into tiles of
-    (rows, columns) patches; `table` [3, 256] is of out's type."""
+    """Fills the contiguous out [patches, dim] with all patches of frames [T, H, W, 3], cut into tiles of (rows,
+    columns) patches; `table` [3, 256] has out's type."""
     count, high, wide, _ = frames.shape
     patch_kernel[(len(out),)](frames, out, table, count, high, wide, *tile, **constants(patch, temporal, merge))
 
 
 LINE = {"LINES": _LINES, "BLOCK": _ACROSS, "num_warps": 4}
 COLUMN = {"BLOCK": _BESIDE, "num_warps": 4}
-"""What launches are compiled for."""
+"""Constants of launches."""
 
 
 def constants(patch: int, temporal: int, merge: int) -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""How pixels get onto a device. To a GPU they go in parts through a ring of locked buffers: a copy from ordinary memory
-is waited for. The staging arena's own pages are not locked, for the sake of which see `row_ring`."""
+"""Brings pixels to a device: to a GPU in parts through a ring of pinned buffers, since a copy from pageable memory
+blocks. For why the staging arena itself is not pinned see `row_ring`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class WayIn(Protocol):
     """The way into a device."""
 
     def bring(self, source: Tensor) -> Tensor:
-        """The same on the device, for what is begun on the current stream from now on. `source` is contiguous, in
-        ordinary memory, and need not be kept."""
+        """The same on the device, for work that begins on the current stream from now on. `source` is contiguous, in
+        pageable memory, and need not be kept."""
         ...
 
 
 class Loader(Protocol):
-    """A device that copies from the host beside what that does, one copy after the other."""
+    """A device that copies from the host while it computes, one copy after the other."""
 
     def buffer(self, size: int) -> Tensor:
         """Host memory, uint8 [size], that the device can read by itself."""
@@ -41,8 +41,8 @@ class Loader(Protocol):
 
 
 class PixelRing:
-    """A `WayIn` by locked buffers, for one thread at a time. No buffer is filled again before the device has read what
-    it holds, whichever item that was of."""
+    """A `WayIn` by pinned buffers, for one thread at a time. A buffer is not refilled before the device has read it,
+    whichever item it was for."""
 
     def __init__(self, loader: Loader, *, buffers: int = _BUFFERS, size: int = _BYTES) -> None:
         self._loader = loader
@@ -64,7 +64,7 @@ class PixelRing:
 
 
 class InPlace:
-    """The `WayIn` of a CPU, which reads pixels where they lie."""
+    """The `WayIn` of a CPU, which reads pixels in place."""
 
     def bring(self, source: Tensor) -> Tensor:
         """See `WayIn`."""
@@ -86,7 +86,7 @@ class CudaLoader:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def copy(self, source: Tensor, target: Tensor) -> Event:
-        """See `Loader`. Who waits for the event sleeps, as for those of `row_ring`."""
+        """See `Loader`. Waiting for the event sleeps, as in `row_ring`."""
         target.copy_(source, non_blocking=True)
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
@@ -99,7 +99,7 @@ def way_into(device: torch.device) -> WayIn:
 
 
 def kept_there(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor on a device, for those who keep it; nobody waits for the copy."""
+    """A small tensor on a device, to be kept; nobody waits for the copy."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # torch's allocator keeps the memory until it was read

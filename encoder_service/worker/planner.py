@@ -1,5 +1,5 @@
-"""The process that asks transformers' processor what stands for an item in a prompt: `python -m
-encoder_service.worker.planner SOCKET_FD`. It is told sizes, and never sees what somebody has sent."""
+"""The process that asks transformers' processor for items' layouts in prompts: `python -m
+encoder_service.worker.planner SOCKET_FD`. It gets sizes, and never the content that somebody has sent."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ _BUFFERS, _BYTES = 4, 4 << 20
 """One part is filled by the GPU while another is emptied by the CPU; the rest is for the unevenness of both."""
 
 Copies = Iterable[tuple[Tensor, Tensor]]
-"""Where from, contiguous and on the device, and where to, in ordinary memory: both uint8 [n]."""
+"""Sources, contiguous and on the device, and targets, in pageable memory: both uint8 [n]."""
 
 
 class Event(Protocol):
     """Something that a device will have done."""
 
     def synchronize(self) -> None:
-        """Waits for it. Raises RuntimeError where the device failed meanwhile."""
+        """Waits for it. Raises RuntimeError if the device has failed."""
         ...
 
 
@@ -34,12 +34,12 @@ class Exit(Protocol):
         ...
 
     def fetch(self, copies: Copies, after: Event) -> None:
-        """Copies from memory that is as it should be after that event; all is there on return."""
+        """Copies from memory that is valid after that event; all copies are complete on return."""
         ...
 
 
 class Copier(Protocol):
-    """A device that copies to the host beside what it computes, one copy after the other."""
+    """A device that copies to the host while it computes, one copy after the other."""
 
     def buffer(self, size: int) -> Tensor:
         """Host memory, uint8 [size], that the device can write by itself."""
@@ -50,13 +50,13 @@ class Copier(Protocol):
         ...
 
     def copy(self, source: Tensor, target: Tensor, after: Event) -> Event:
-        """Begins a copy to a part of a `buffer`; the event says that it is there."""
+        """Begins a copy to a part of a `buffer`; the event happens when it is complete."""
         ...
 
 
 class RowRing:
-    """An `Exit` by locked buffers, for one thread at a time. No buffer is used again before what it holds has been
-    copied on."""
+    """An `Exit` by pinned buffers, for one thread at a time. A buffer is not reused before its content has been copied
+    on."""
 
     def __init__(self, copier: Copier, *, buffers: int = _BUFFERS, size: int = _BYTES) -> None:
         self._copier = copier
@@ -81,7 +81,7 @@ class RowRing:
 
 
 class Direct:
-    """The `Exit` of a CPU, whose rows lie in ordinary memory and are there when they have been asked for."""
+    """The `Exit` of a CPU, whose rows are in pageable memory once they were asked for."""
 
     def mark(self) -> Event:
         """See `Exit`."""
@@ -105,7 +105,7 @@ class CudaCopier:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def mark(self) -> Event:
-        """See `Copier`. Who waits for it sleeps: a core is of more use to the processes that decode media."""
+        """See `Copier`. Waiting for it sleeps: processes that decode media can use the core."""
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -38,8 +38,8 @@ _log = log.get("runner")
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """Pieces whose patches [N, dim], or whatever a tower takes, are on the device, with what else their pass needs, and
-    how long that took. `places` as in `BatchDone.pieces`."""
+    """Pieces whose patches [N, dim], or other tower inputs, are on the device, with everything else that their pass
+    needs, and how long that took. `places` as in `BatchDone.pieces`."""
 
     pieces: Sequence[Piece]
     patches: Any
@@ -58,10 +58,10 @@ class PassFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class BegunBatch:
-    """Pieces that the device computes, with what it reads and writes meanwhile.
+    """Pieces that the device is computing, with what it reads and writes meanwhile.
 
     `rows` [tokens, levels, width]; `finite` [tokens] bool; `sums` [pieces] int64, of rows in the pool, else 0. They are
-    there once `computed` has happened.
+    valid once `computed` has happened.
     """
 
     prepared: PreparedBatch
@@ -75,10 +75,10 @@ class BegunBatch:
 
 @runtime_checkable
 class StagedTower(Protocol):
-    """A tower that works out beforehand what a pass needs besides patches: the pass itself never waits for the host."""
+    """A tower that prepares everything besides patches in advance, so that the pass itself never waits for the host."""
 
     def prepare(self, grids: Sequence[Grid], device: torch.device) -> Any:
-        """What `run` wants, on the device; on any stream."""
+        """The second argument of `run`, on the device; on any stream."""
         ...
 
     def run(self, patches: Any, ready: Any) -> Tensor:
@@ -87,7 +87,7 @@ class StagedTower(Protocol):
 
 
 class Graphed(Protocol):
-    """Graphs of a tower: how many passes were `replays`, and of which `budgets` of patches there are any."""
+    """Graphs of a tower: how many passes were `replays`, and the `budgets` of patches with graphs."""
 
     replays: int
 
@@ -109,11 +109,11 @@ class _InOnePiece:
 
 
 class Runner:
-    """One tower on one device, which computes in `dtype`. One thread may prepare `parts` of batches while another is in
+    """One tower on one device, computing in `dtype`. One thread may prepare `parts` of batches while another is in
     `compute`, and a third in `finish`, in the same order.
 
-    `way_in`, `way_out` None: the device's own. Raises CheckpointError where the checkpoint cannot be served,
-    AttentionUnavailable, GraphsUnavailable and DeviceMemoryError where the device cannot do what was asked for.
+    `way_in` and `way_out` None: the device's own. Raises CheckpointError if the checkpoint cannot be served, and
+    AttentionUnavailable, GraphsUnavailable or DeviceMemoryError if the device does not support what is configured.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Runner:
         self._row_dtype = DTYPES[settings.dtype]
         self.dtype = DTYPES[settings.tower_dtype or settings.dtype]
         row_bytes = self.read(settings) * self._row_dtype.itemsize
-        pool = pool_for(self.device, settings.pool_bytes, row_bytes)  # before the tower takes what it finds
+        pool = pool_for(self.device, settings.pool_bytes, row_bytes)  # before the tower measures free memory
         self._graphed: Graphed | None = None
         self._staged = self.load(settings)
         self._share_of_cores = self._divide_cores(settings)
@@ -139,7 +139,7 @@ class Runner:
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def read(self, settings: WorkerSettings) -> int:
-        """Reads what there is to know of the checkpoint; how many numbers one of its rows has."""
+        """Reads the checkpoint's settings; returns the number of elements of a row."""
         self._config = config.read(Checkpoint(Path(settings.folder)))
         self._preprocess = {each: _function(by.preprocess) for each, by in self._config.processors.items()}
         self._writers = self._found_writers()
@@ -147,7 +147,7 @@ class Runner:
 
     @torch.inference_mode()
     def _found_writers(self) -> dict[Modality, PatchWriter]:
-        """By modality what makes patches by kernels, where there is anything."""
+        """By modality, what makes patches by kernels, if anything does."""
         return {
             modality: writer
             for modality, made in self._preprocess.items()
@@ -156,7 +156,7 @@ class Runner:
         }
 
     def load(self, settings: WorkerSettings) -> StagedTower:
-        """The tower, in graphs where there are any."""
+        """The tower, with graphs if there are any."""
         checkpoint = Checkpoint(Path(settings.folder))
         given = self.device, self.dtype, settings.attention, settings.kernels
         self._tower = load_tower(checkpoint, self._config, *given)
@@ -192,7 +192,7 @@ class Runner:
         return share
 
     def _use_threads(self, count: int) -> None:
-        """Has torch compute on so many threads, and our kernels, where there are any."""
+        """Sets the number of threads of torch and of our kernels."""
         if self.attention == "numba":
             from common.cpu.jit import use_threads
 
@@ -201,23 +201,23 @@ class Runner:
             torch.set_num_threads(count)
 
     def blocks(self) -> Iterable[torch.nn.Module]:
-        """What the tower computes one after the other, if it is built so."""
+        """The tower's blocks, if it is built from blocks."""
         found: Iterable[torch.nn.Module] = getattr(self._tower, "blocks", ())
         return found
 
     def run(self, batch: Batch) -> list[BatchDone]:
-        """Computes a batch and writes its rows, row-major, one piece after the other; what became of each part."""
+        """Computes a batch and writes its rows, row-major, piece after piece; returns the outcome of each part."""
         return [self.finish(self.compute(part)) for part in self.parts(batch, lambda: False)]
 
     def parts(self, batch: Batch, hungry: Callable[[], bool]) -> Iterator[PreparedBatch]:  # noqa: ARG002
-        """What is computed in one pass each, as soon as it is prepared. While somebody is `hungry`, who waits for such,
-        a part may be smaller. Raises RuntimeError where what is left of the batch cannot be prepared."""
+        """The parts that are computed in one pass each, as soon as they are prepared. While somebody is `hungry`,
+        waiting for one, a part may be smaller. Raises RuntimeError if the rest of the batch cannot be prepared."""
         yield self.prepare(batch)
 
     @torch.inference_mode()
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Makes patches of a batch's pixels, and tables of its pass. On a GPU that has a stream of its own, which is
-        waited for here, so that whoever computes with them need not know of it."""
+        """Makes patches of a batch's pixels, and the tables of its pass. A GPU does so on a stream of its own, which is
+        waited for here, so that the pass need not know of it."""
         started = time.perf_counter()
         with self._beside():
             patches = self._batch_patches(batch.pieces)
@@ -228,7 +228,7 @@ class Runner:
 
     @torch.inference_mode()
     def compute(self, prepared: PreparedBatch) -> BegunBatch:
-        """Begins the tower's pass, and what is to be known of its rows; waits for neither. Raises PassFailed."""
+        """Launches the tower's pass and the checks of its rows; waits for neither. Raises PassFailed."""
         began, replays = time.perf_counter(), self._graphed.replays if self._graphed else 0
         self._use_device()
         with _failing(prepared):
@@ -241,8 +241,8 @@ class Runner:
 
     @torch.inference_mode()
     def finish(self, begun: BegunBatch) -> BatchDone:
-        """Writes a pass's rows into the store, but for the pieces whose rows are not finite. All is there on return,
-        in the pool as well, and the device needs nothing of the pass any more. Raises PassFailed."""
+        """Writes a pass's rows into the store, except for pieces whose rows are not finite. On return all are there, in
+        the pool as well, and the device needs nothing of the pass any more. Raises PassFailed."""
         pieces = begun.prepared.pieces
         with _failing(begun.prepared):
             finite, sums = self._row_writer.fetch((begun.finite, begun.sums), begun.computed)
@@ -259,8 +259,8 @@ class Runner:
         )
 
     def is_usable(self) -> bool:
-        """Whether the device goes on computing. After some failures of a kernel, such as an access to memory that is
-        not there, everything else that a process asks of its GPU fails as well."""
+        """Whether the device still works. After some failures of a kernel, such as an illegal memory access, everything
+        else that the process asks of its GPU fails as well."""
         if self.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.device)
@@ -269,7 +269,7 @@ class Runner:
         return True
 
     def _beside(self) -> AbstractContextManager[object]:
-        """What is started inside does not wait for the tower."""
+        """Work launched inside does not wait for the tower."""
         self._use_device()
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
@@ -299,7 +299,7 @@ class Runner:
         return made
 
     def _batch_patches(self, pieces: Sequence[Piece]) -> Tensor:
-        """The patches [N, dim] of all, each by kernels into its place where all have such."""
+        """The patches [N, dim] of all pieces, each written by kernels into its place if all have such."""
         writers = [writer for piece in pieces if (writer := self._writers.get(Modality(piece.modality))) is not None]
         if len(writers) < len(pieces):
             return torch.cat([self._patches(piece) for piece in pieces])
@@ -328,7 +328,7 @@ def _device_of(settings: WorkerSettings) -> torch.device:
 
 @contextmanager
 def _failing(prepared: PreparedBatch) -> Iterator[None]:
-    """What fails inside is a failure of these pieces."""
+    """Errors inside are failures of these pieces."""
     try:
         yield
     except RuntimeError as error:  # out of memory, or a kernel that failed

@@ -8,7 +8,7 @@ from encoder_service.worker.patches import Cut, PicturePatches
 
 
 def _tiles(size: tuple[int, int], processor: PictureTiles | FrameTiles) -> tuple[PixelSettings, list[Cut]]:
-    """Behind a picture that is cut into several come the patches of all of it as one tile."""
+    """A picture that is cut into several tiles is followed by the patches of its thumbnail, one tile."""
     tile = processor.tiles.side, processor.tiles.side
     copy = [Cut(tile, tile)] if processor.has_copy and size != tile else []
     return processor.tiles.pixels, [Cut(size, tile), *copy]

@@ -1,1 +1,1 @@
-"""Towers that transformers computes, and which of their parts our kernels take over."""
+"""Towers that transformers computes, with some parts replaced by our kernels."""

@@ -1,5 +1,5 @@
-"""Which linear layers of a tower of transformers have an activation behind them, and nothing else that takes what they
-compute: a product by oneDNN then computes it in the same pass."""
+"""Finds linear layers of a transformers tower whose output goes only into an activation, which oneDNN then computes in
+the same pass."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(slots=True)
 class _Output:
-    """Of one call of a linear layer: the modules that an activation of it was computed in, and how often something else
-    took it."""
+    """For one call of a linear layer: the modules that computed an activation of its output, and how often something
+    else used it."""
 
     tensor: weakref.ref[Tensor]
     layer: int
@@ -33,7 +33,7 @@ class _Output:
 
 
 class Watch(TorchFunctionMode):
-    """While it is entered: what takes the outputs of `layers` of a model."""
+    """While entered, records what uses the outputs of `layers` of a model."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class Watch(TorchFunctionMode):
         return found
 
     def activations(self, layers: Collection[int]) -> dict[int, nn.Module]:
-        """Of those of the layers (by `id`) behind which stands an activation that computes nothing else: that
-        activation, as `Linear` takes it."""
+        """The activation behind each of these layers (by `id`) whose output nothing else uses, in the form of
+        `Linear`."""
         outputs = defaultdict[int, list[_Output]](list)
         for output in self._outputs:
             outputs[output.layer].append(output)
@@ -121,7 +121,7 @@ def _names(outputs: Iterable[_Output]) -> set[str]:
 
 
 def _may_be_activation(part: nn.Module) -> bool:
-    """Whether a module has nothing of its own, and nothing that hooks would do beside it."""
+    """Whether a module has no parameters, children or hooks."""
     own = part._modules or part._parameters or part._buffers
     return not (own or part._forward_hooks or part._forward_pre_hooks)
 
@@ -130,7 +130,7 @@ _GELU = "gelu"
 
 
 def _activation(func: Any, given: Mapping[str, Any]) -> str:
-    """The activation that an operator computes, of those that oneDNN knows; "" for any other."""
+    """The activation that an operator computes, if oneDNN has it; "" for any other."""
     if func is functional.gelu:
         return f"{_GELU} {given.get('approximate', 'none')}"
     return "silu" if func is functional.silu else ""
@@ -142,7 +142,7 @@ def _module(name: str) -> nn.Module:
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    """Those among an operator's arguments, and in their lists."""
+    """The tensors among an operator's arguments, and in their lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

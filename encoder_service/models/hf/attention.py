@@ -1,4 +1,4 @@
-"""What a tower of transformers asks torch's attention for, computed by a back end of ours."""
+"""Attention in transformers' towers, computed by a back end of ours instead of torch's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _HEAD = 64
 
 
 class AttendingBy(TorchFunctionMode):
-    """While it is entered, for one pass of a tower, full attention is computed by a back end: what has a mask, looks
-    back alone, drops out, scales otherwise, or has keys of other tokens or another width is left to torch."""
+    """While entered, for one pass of a tower, a back end computes full attention; torch computes attention that has a
+    mask, is causal, has dropout or another scale, or keys of other tokens or another width."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ def _is_full(
 
 
 def hf_backend(name: str, device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> Backend:
-    """What a tower of transformers attends by: our kernel on CPUs that it runs on, else torch; `kernels` as `choose`
-    has them. Raises AttentionUnavailable for what it does not have, or where that cannot run."""
+    """The back end of a transformers tower: our kernel on CPUs that support it, else torch; `kernels` as in `choose`.
+    Raises AttentionUnavailable for an unknown back end, or one that cannot run."""
     if name not in ("auto", "numba", "sdpa"):
         raise AttentionUnavailable(f"--attention {name}: this model's tower has torch's attention, or numba's")
     if name == "sdpa" or (name == "auto" and "numba" not in candidates(device, dtype)):

@@ -1,4 +1,4 @@
-"""Convolutions of a tower of transformers whose every input is one patch: a product of all patches."""
+"""Convolutions of transformers' towers whose every input is one patch become one product of all patches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch.nn import functional
 
 
 def multiply_patches(model: nn.Module) -> int:
-    """Has convolutions over two or three axes computed as products where what they are given has no more than one place
-    for the kernel; how many could be. A convolution of so many inputs of one place each is several times slower."""
+    """Has convolutions over two or three axes computed as products if their kernel fits their input only once; returns
+    how many may be. A convolution with many such inputs is several times slower."""
     found = 0
     for part in model.modules():
         if type(part) in _ONE_PLACE and part.padding_mode == "zeros" and part.groups == 1:
@@ -18,8 +18,7 @@ def multiply_patches(model: nn.Module) -> int:
 
 
 def _product(part: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor | None:
-    """x [n, channels, …] → [n, outputs, 1, …] where the kernel has one place in x; None where it has more, or is wider
-    than its numbers."""
+    """x [n, channels, …] → [n, outputs, 1, …] if the kernel fits x once; None if it fits more often, or is dilated."""
     axes = len(part.kernel_size)
     alone = x.dim() == axes + 2 and tuple(x.shape[2:]) == tuple(part.kernel_size)
     if not alone or any(size != 1 for size in part.dilation) or any(size != 0 for size in part.padding):

@@ -1,5 +1,4 @@
-"""Linear layers of a tower of transformers, computed from weights that are laid out as oneDNN wants them, with
-activations behind them in the same pass."""
+"""Linear layers of transformers' towers, with weights in oneDNN's layout and their activations in the same pass."""
 
 from __future__ import annotations
 
@@ -14,13 +13,11 @@ from encoder_service.models.hf.activations import Watch
 
 
 def lay_out(model: nn.Module, passes: Callable[[], object]) -> int:
-    """Has our `Linear` in the place of each linear layer of a model of which the `passes` show that nobody but itself
-    reads its weight; how many these are. Where they show that nothing but an activation takes what it computes, it
-    computes that as well.
+    """Replaces each linear layer of a model by our `Linear`, if the `passes` show that only the layer itself reads its
+    weight; returns how many. If they show that only an activation uses its output, it computes that as well.
 
-    What has its weight read, as a slice or in a product of somebody else's, stays as it is; so does what shares its
-    weight or is no plain `nn.Linear` (as the last layer of `nn.MultiheadAttention`), and what no pass calls: of that
-    nothing is known.
+    A layer stays if its weight is read otherwise, as a slice or in another product, if it shares its weight or is not a
+    plain `nn.Linear` (such as the last layer of `nn.MultiheadAttention`), or if no pass calls it.
     """
     owners = Counter(id(own) for part in model.modules() for own in part.parameters(recurse=False))
     watched = [
@@ -60,7 +57,7 @@ class _Watched(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Its own, for whoever asks."""
+        """The original weight, for other readers."""
         self.__dict__[_READ] = True
         found = self._parameters["weight"]
         assert found is not None, "a linear layer has one"
@@ -75,12 +72,12 @@ class _Watched(nn.Linear):
 
 
 def _hooked(part: nn.Module) -> bool:
-    """Whether something is done before or behind its pass, which ours would leave out."""
+    """Whether it has hooks, which ours would skip."""
     return bool(part._forward_hooks or part._forward_pre_hooks)
 
 
 class _LaidOut(Linear):
-    """Ours, with the sizes that some towers ask a linear layer for, and the activation behind it."""
+    """Our layer, with the sizes that some towers read of a linear layer, and its activation."""
 
     def __init__(self, of: nn.Linear, activation: nn.Module | None) -> None:
         with torch.device("meta"):

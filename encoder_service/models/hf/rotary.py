@@ -1,5 +1,5 @@
-"""What a tower of transformers asks its module's rotary function for, computed by ours: two kernels on a GPU in the
-place of fourteen operators a layer, and on a CPU fewer passes over queries and keys."""
+"""The rotary function of a transformers tower's module, replaced by ours: two kernels instead of fourteen operators a
+layer on GPUs, and fewer passes over queries and keys on CPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from encoder_service.models.blocks import turn
 from encoder_service.models.tower import Rotary
 
 _NAME = "apply_rotary_pos_emb_vision"
-"""What transformers calls it in most of its towers."""
+"""Its name in most of transformers' towers."""
 _CLOSE = 1e-5
 
 Turn = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -43,7 +43,7 @@ class TurningBy:
 
 
 def _theirs(module: ModuleType) -> Turn | None:
-    """A module's own function, if it has one that computes what ours does: tried by drawn numbers."""
+    """A module's own function, if it computes what ours does, tried with random numbers."""
     theirs: Turn | None = getattr(module, _NAME, None)
     if theirs is None:
         return None
@@ -60,7 +60,7 @@ def _theirs(module: ModuleType) -> Turn | None:
 
 
 def _ours_or(theirs: Turn) -> Turn:
-    """Ours, and theirs for what has other shapes."""
+    """Ours, or theirs for other shapes."""
 
     def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         count, head = cos.shape[-2:]
@@ -76,8 +76,8 @@ def _ours_or(theirs: Turn) -> Turn:
 
 @torch.library.custom_op("twinlens::rotated", mutates_args=())
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[N, heads, head_dim], by angles [N, 1, head_dim]. An operator of torch's: what records a pass sees those alone
-    (`worker.op_trace`)."""
+    """[N, heads, head_dim], by angles [N, 1, head_dim]. Registered as an operator, since recorders of a pass only see
+    operators (`worker.op_trace`)."""
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:  # the kernel's heads lie together
         x = x.contiguous()
     return turn(x, Rotary(cos, sin), fresh=True)

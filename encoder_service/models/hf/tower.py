@@ -1,5 +1,5 @@
-"""A tower that is transformers' own model without its text layers. What several items give together has a form of its
-own in every model: whether they can be computed so a trial has to show (`worker.hf.batches`)."""
+"""A tower that is transformers' own model without its text layers. Every model combines items in its own way, so a
+trial has to show whether several can be computed together (`worker.hf.batches`)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from encoder_service.models.hf.rotary import TurningBy
 _OF_NO_PROMPT = re.compile(
     r"pooler_output|attentions|(?:image|audio)_tokens|embedding_loss|speaker_logits|(vision|qformer)_outputs|\w*hidden_states?"
 )
-"""What transformers' outputs have of which a prompt gets the rows alone."""
+"""Fields of transformers' outputs that are not rows of a prompt."""
 _UNPOOLED = "audio"
-"""The modality whose rows some towers give as their last hidden states."""
+"""The modality whose rows some towers return as their last hidden states."""
 _HEARD = "attention_mask"
-"""Which of a sound's rows are of it, and not of what its features were filled up with."""
+"""The input that tells which rows belong to a sound, and not to padding of its features."""
 _FILLS_UP = "embed_audio"
-"""What a model calls its tables of sounds' rows, those of tokens among them."""
+"""The name of models' tables for rows of sounds, tokens included."""
 _NOISE = "sample"
 """Names an argument: whether noise is drawn for a sound. Then rows would be others each time."""
 _MARKS = "visual_indicator_features"
@@ -41,7 +41,7 @@ _MARKS = "visual_indicator_features"
 
 
 class HfTower:
-    """A `backend` attends in torch's place, if there is one. Raises CheckpointError where transformers cannot load the
+    """A `backend` attends instead of torch, if there is one. Raises CheckpointError if transformers cannot load the
     model."""
 
     def __init__(
@@ -58,17 +58,17 @@ class HfTower:
         self._turning = TurningBy(self._model)
 
     def lay_out(self, passes: Callable[[], object]) -> int:
-        """Lays out linear layers for oneDNN, as far as `passes` of it show that it can be done; how many (see
-        `products`). For CPUs where that is faster."""
+        """Lays out linear layers for oneDNN, as far as `passes` show that it is possible; returns how many (see
+        `products`). For CPUs on which that is faster."""
         return lay_out(self._model, passes)
 
     def known(self, inputs: Mapping[str, Any], modality: str) -> dict[str, Any]:
-        """Those of an item's inputs that its rows follow from."""
+        """Those of an item's inputs that its rows depend on."""
         taken = {*self._taken(modality), *(("input_ids",) if marks_of(self._model.config) else ())}
         return {name: value for name, value in inputs.items() if name in taken}
 
     def placed(self, inputs: Mapping[str, Any], modality: str) -> dict[str, Any]:
-        """Inputs with what its model is given on the device."""
+        """Inputs, moved to the device as its model needs them."""
         taken = self._taken(modality)
         return {name: self._placed(value) if name in taken else value for name, value in inputs.items()}
 
@@ -78,9 +78,9 @@ class HfTower:
         return () if compute is None else inspect.signature(compute).parameters
 
     def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
-        """What the processor has made of one item, or of several at once → [tokens, levels, width], one item's behind
-        the other's. Raises RuntimeError where there are more or fewer, or transformers computes none: some models have
-        no positions for pictures that their processors take, such as very long ones."""
+        """The processor's output for one or several items → [tokens, levels, width], item by item. Raises RuntimeError
+        if there are more or fewer rows, or transformers fails: some models have no positions for pictures that their
+        processors accept, such as very long ones."""
         attending = contextlib.nullcontext() if self._backend is None else AttendingBy(self._backend)
         try:
             with attending, self._turning:
@@ -110,7 +110,7 @@ class HfTower:
             first = first[heard.bool()]
         if first is None and deep:  # each with the layer that it is for
             every = [level for _, level in deep]
-        elif first is None:  # what puts rows into the text's width comes behind its tower, as in Llama 4
+        elif first is None:  # the projection to the text's width follows the tower, as in Llama 4
             every = [self._model.multi_modal_projector(features.last_hidden_state)]
         else:
             every = [first, *deep]
@@ -126,8 +126,8 @@ class HfTower:
         return torch.stack(levels, dim=1)
 
     def _filled_up(self, inputs: Mapping[str, Any], tokens: int) -> Tensor:
-        """Of a model that has as many places for any sound, and a row of a table of its own in those behind the sound,
-        as Gemma 3n: its tower is told which features are beyond the sound, and not which are of it."""
+        """For models with a fixed number of rows for any sound, filled up with a row of a table, such as Gemma 3n:
+        their tower is told which features are padding, instead of which are the sound's."""
         base = self._model.base_model
         features, heard = (self._placed(inputs[name]) for name in ("input_features", "input_features_mask"))
         made = base.get_audio_features(features, ~heard, return_dict=True)
@@ -139,7 +139,7 @@ class HfTower:
         return torch.cat([rows, behind.expand(tokens - len(rows), -1)]).unsqueeze(1)
 
     def _with_marks(self, rows: Tensor, marks: Tensor, ids: Tensor) -> Tensor:
-        """Rows and those of the marks between them, in the order in which `ids` int [n] have their tokens."""
+        """Rows, and those of the marks between them, in the order of their tokens in `ids` int [n]."""
         config = self._model.config
         places = torch.isin(ids, torch.tensor([config.image_token_id, *marks_of(config)]))
         wanted = ids[places]

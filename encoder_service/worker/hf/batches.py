@@ -1,5 +1,5 @@
-"""Items of a model that transformers computes, several in one pass of its tower where a trial shows that each gets the
-rows that it gets alone."""
+"""Items of a model that transformers computes: several in one pass of its tower if a trial shows that each gets the
+same rows as alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from encoder_service.models.hf.tower import in_turns
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What the processor has made of an item of a modality; of a video with its sound, of each by itself, and their
-    `turns` (`Plan`). Items of one `shape` differ in the floats of their inputs alone; None: it is not known."""
+    """The processor's output for an item of a modality; for a video with its sound, for each of these, and their
+    `turns` (`Plan`). Items of one `shape` differ only in the floats of their inputs; None: unknown."""
 
     kind: str
     inputs: Mapping[str, Any]
@@ -32,7 +32,7 @@ class ItemTower(Protocol):
     """As `HfTower`."""
 
     def rows(self, inputs: Mapping[str, Any], tokens: int, modality: str = "image") -> Tensor:
-        """What the processor has made of items of a modality → [tokens, levels, width]."""
+        """The processor's output for items of a modality → [tokens, levels, width]."""
         ...
 
 
@@ -40,7 +40,7 @@ class Replays(Protocol):
     """Graphs of a tower by shape, as `worker.hf.graphs.ShapeGraphs`."""
 
     def most(self, shape: Hashable) -> int:
-        """Items of a shape in its largest graph, 0: there is none."""
+        """Most items of a shape in one graph, 0: there is none."""
         ...
 
     def rows(self, items: Sequence[Made]) -> Tensor:
@@ -53,9 +53,8 @@ _PATCH = 3 * 14 * 14
 
 
 class ByShape:
-    """A tower that computes items of one shape together, if their modality is one of `together`, as long as they have
-    no more than `most_patches` between them; each other item by itself (`StagedTower`). What `graphs` have is replayed.
-    """
+    """A tower that computes items of one shape together, if their modality is one of `together`, up to `most_patches`;
+    other items one by one (`StagedTower`). Passes that `graphs` have are replayed."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class ByShape:
         return [grid.patches for grid in grids]
 
     def run(self, patches: Sequence[Made], ready: Sequence[int]) -> Tensor:
-        """What the processor has made of each item → [tokens, levels, width]."""
+        """The processor's output for each item → [tokens, levels, width]."""
         rows: dict[int, Tensor] = {}
         for places in self.groups(zip(patches, ready, strict=True)):
             items, tokens = [patches[place] for place in places], ready[places[0]]
@@ -81,8 +80,9 @@ class ByShape:
     def groups(
         self, items: Iterable[tuple[Made, int]], hungry: Callable[[], bool] = lambda: False
     ) -> Iterator[list[int]]:
-        """The places of the items of each pass, by what was made of each and its rows; as soon as no other fits into
-        the pass, and the longest open one when somebody is hungry, who waits for any."""
+        """The indices of the items of each pass, from what was made of each item and its number of rows. A pass is
+        yielded when no other item fits, and the one that has been open longest when somebody is hungry, waiting for
+        any."""
         waiting: dict[Hashable, list[int]] = {}
         for place, (made, tokens) in enumerate(items):
             room = self._room(made)
@@ -112,8 +112,8 @@ class ByShape:
 
 
 def shape_of(kind: str, inputs: Mapping[str, Any]) -> Hashable:
-    """What is alike in items that differ in their floats alone, by what the processor has made of one; None where that
-    holds something that is neither a tensor nor a number."""
+    """What items have in common that differ only in their floats, from the processor's output for one; None if that has
+    something other than tensors and numbers."""
     try:
         return (kind, *((name, _likeness(inputs[name])) for name in sorted(inputs)))
     except TypeError:
@@ -121,7 +121,7 @@ def shape_of(kind: str, inputs: Mapping[str, Any]) -> Hashable:
 
 
 def _likeness(value: Any) -> Hashable:
-    """Raises TypeError for what is neither a tensor, a number, a text nor a list of such."""
+    """Raises TypeError for anything but a tensor, a number, a text or a list of these."""
     if isinstance(value, Tensor):
         about = (tuple(value.shape), str(value.dtype))
         if value.is_floating_point() and value.dim():
@@ -135,7 +135,7 @@ def _likeness(value: Any) -> Hashable:
 
 
 def patches_of(inputs: Mapping[str, Any]) -> int:
-    """About how many patches a tower makes of an item: so many as have its floats, at least one."""
+    """Approximately the patches of an item for a tower: as many as have its floats, at least one."""
     floats = (value for value in inputs.values() if isinstance(value, Tensor) and value.is_floating_point())
     return max(1, sum(value.numel() for value in floats) // _PATCH)
 
@@ -162,14 +162,15 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 _NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""How far rows of several items may be from those of one, over the length of these, where sums have another order."""
+"""How much rows of several items may differ from those of single ones, relative to their length, if sums are made in
+another order."""
 
 
 def why_apart(tower: ItemTower, items: Sequence[Made], tokens: int, *, exact: bool) -> str:
-    """Why items of a modality are computed one by one, by three of one shape; empty where nothing is in the way.
+    """Why items of a modality are computed one by one, tried with three of one shape; empty if they need not be.
 
-    Together an item's rows have to be to the bit what they are in other company, and near to what they are alone; to
-    the bit as well where they have to be `exact`, as on CPUs.
+    An item's rows must be equal to the bit in any company, and close to what they are alone; equal to the bit as well
+    if `exact`, as on CPUs.
     """
     if len({made.shape for made in items}) != 1 or items[0].shape is None:
         return "nothing says which items are of one shape"

@@ -1,5 +1,4 @@
-"""CUDA graphs of a tower that transformers computes: by the shape of an item, and for so many of that shape in one
-pass."""
+"""CUDA graphs of a tower that transformers computes: by shape of items, and for so many of that shape in one pass."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ _MOST_ITEMS = 16
 
 @dataclass(frozen=True, slots=True)
 class ShapeGraph:
-    """Of `count` items of one shape: the `floats` that they differ in, one item behind the other, the `rows` of each,
-    [count · tokens, levels, width], and the replay from one to the other. Rows are right where the trace `holds`."""
+    """A graph of `count` items of one shape: the `floats` in which they differ, item by item, the `rows` of each,
+    [count · tokens, levels, width], and the replay between them. Rows are valid if the trace `holds`."""
 
     count: int
     tokens: int
@@ -32,8 +31,8 @@ class ShapeGraph:
     replay: Callable[[], None]
 
     def differing_look(self) -> str:
-        """After a replay, the operator by which the host would have seen other items than those captured; empty where
-        there is none. Waits for the device if the host looked at any."""
+        """After a replay, the operator by which the host would have read other values than at capture; empty if there
+        is none. Waits for the device if the host read any."""
         if not self.trace.looks:
             return ""
         holds = self.trace.holds.tolist()
@@ -41,9 +40,8 @@ class ShapeGraph:
 
 
 class ShapeGraphs:
-    """Graphs of no more than `max_bytes` together. Fewer items than a graph has are padded by the last of them. What
-    the host would see otherwise than when the graph was captured is computed by a pass. `replays` counts those that
-    were of use."""
+    """Graphs of at most `max_bytes` together. With fewer items than a graph has, the last one is repeated. Items for
+    which the host would read other values than at capture are computed by a pass. `replays` counts valid replays."""
 
     def __init__(self, tower: ItemTower, capture: Capture, *, max_bytes: int, choice: Choice | None = None) -> None:
         self.replays = 0
@@ -58,7 +56,8 @@ class ShapeGraphs:
 
     @property
     def looks(self) -> list[str]:
-        """Operators by which the host looks at what depends on an item's content, each once: replays wait for these."""
+        """Operators by which the host reads values that depend on an item's content, each once: replays wait for
+        these."""
         return sorted({name for graphs in self._graphs.values() for graph in graphs for name in graph.trace.looks})
 
     def most(self, shape: Hashable) -> int:
@@ -84,9 +83,9 @@ class ShapeGraphs:
         graph.replay()
 
     def add(self, items: Sequence[Made], tokens: int, *, several: bool) -> str:
-        """Captures graphs of one item of a shape and, if several may be in a pass, of 2, 4, 8 …, the largest first, as
-        far as launches matter. Two different items of it are given, on the device. Returns why there are none; empty
-        where there are."""
+        """Captures graphs of one item of a shape and, if `several` may share a pass, of 2, 4, 8 …, the largest first,
+        as far as launches matter. Two different items of the shape are given, on the device. Returns why there are
+        none; empty if there are."""
         first, second = items
         if patches_of(first.inputs) > LADDER[-1]:
             return "an item is so large that launches do not matter"
@@ -111,7 +110,8 @@ class ShapeGraphs:
         return "" if self._graphs[first.shape] else "graphs need too much memory, or are slower than passes"
 
     def _differs(self, graph: ShapeGraph, first: Made, second: Made) -> str:
-        """Why a replay of other items than those captured is not, to the bit, their pass; empty where it is."""
+        """Why a replay of other items than those captured differs, in any bit, from their pass; empty if it does
+        not."""
         items = [second, *[first, second] * graph.count][: graph.count]
         expected = self._tower.rows(joined([made.inputs for made in items]), len(graph.rows), first.kind)
         self._replay(graph, items)
@@ -127,9 +127,9 @@ class ShapeGraphs:
         return self._choice.is_slower(graph, lambda: self._tower.rows(inputs, len(graph.rows), made.kind))
 
     def _captured(self, items: Sequence[Made], tokens: int) -> ShapeGraph:
-        """Over buffers of its own, which hold these items."""
+        """A graph over buffers of its own, which hold these items."""
         inputs, kind, count = joined([made.inputs for made in items]), items[0].kind, len(items)
-        with torch.inference_mode(mode=False):  # what is made in that mode cannot be written to outside it
+        with torch.inference_mode(mode=False):  # tensors made in that mode cannot be written to outside it
             given = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
         floats = {
             name: value

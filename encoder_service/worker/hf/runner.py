@@ -30,22 +30,24 @@ from encoder_service.worker.messages import Batch, Piece, WorkerReady, WorkerSet
 from encoder_service.worker.runner import PreparedBatch, Runner, StagedTower
 
 _MOST_ON_CPUS = 256
-"""Patches of a pass of several items on a CPU: there, more take as long together as one by one, or longer. On GPUs as
-many as graphs have: above that launches do not matter, and some towers score all patches of a pass, behind a mask."""
+"""Most patches of a pass of several items on a CPU: beyond that, passes together take as long as one by one, or longer.
+On GPUs it is the size of graphs: above that launches do not matter, and some towers score all patches of a pass, behind
+a mask."""
 _SMALL, _UNEVEN, _LARGER = (64, 48), (84, 84), (448, 336)
-"""Of items that are tried. The second has 36 patches of 14 pixels, and so keys that begin at no whole vector where a
-tower has all patches of a pass in one attention."""
+"""Sizes of items that are tried. The second has 36 patches of 14 pixels, and so keys that do not begin at whole vectors
+if a tower has all patches of a pass in one attention."""
 _USUAL = ((224, 224), (336, 336), (448, 448), (480, 640), (640, 480), (768, 1024), (1024, 768), (720, 1280))
-"""Heights and widths that many pictures have: what the processor makes of them has graphs."""
+"""Usual heights and widths of pictures: what the processor makes of them has graphs."""
 _USUAL_SECONDS = ((20, 28), (50, 58), (80, 88))
-"""Lengths of sounds that have graphs where the processor fills both up to one, as Voxtral's to chunks of 30."""
+"""Lengths of sounds that have graphs if the processor pads both of a pair to one length, as Voxtral's does to chunks of
+30."""
 _FRAMES, _RATE, _SECONDS = 8, 8.0, (1, 5)
 
 _log = log.get("runner")
 
 
 class HfRunner(Runner):
-    """As `Runner`, and raises what that does."""
+    """As `Runner`, with the same errors."""
 
     def read(self, settings: WorkerSettings) -> int:
         """How many numbers a row has."""
@@ -76,12 +78,13 @@ class HfRunner(Runner):
         return self._by_shape
 
     def has_graphs(self, settings: WorkerSettings) -> bool:
-        """Whether graphs are captured, where they can be."""
+        """Whether graphs are captured, if possible."""
         return self.device.type == "cuda" and settings.graphs != []
 
     @torch.inference_mode()
     def _lay_out(self, tower: HfTower, found: HfModel) -> int:
-        """By passes of an example of each modality. What goes wrong with one is told where an item of it comes."""
+        """By passes of an example of each modality. Errors of an example are reported when an item of that modality
+        comes."""
         made = list[tuple[Made, int]]()
         for modality in found.placeholders:
             with suppress(ImportError, RuntimeError, ValueError):
@@ -96,8 +99,8 @@ class HfRunner(Runner):
 
     @torch.inference_mode()
     def _goes_together(self, modality: str, most: int) -> bool:
-        """Whether items of a modality and of one shape may be in one pass, of so many patches at most: tried by noise
-        of each size of which three are. Says so in the log."""
+        """Whether items of a modality and of one shape may share a pass, of at most so many patches: tried with noise,
+        three items of each size. Logs the result."""
         why, tried = "no three items fit into a pass", set()
         for three in noise(modality, self._rate):
             try:
@@ -115,8 +118,7 @@ class HfRunner(Runner):
 
     @torch.inference_mode()
     def _captured(self, modalities: Collection[str], max_bytes: int, together: list[str]) -> ShapeGraphs | None:
-        """Graphs of what the processor makes of pictures and sounds of usual sizes, where there can be any. Says so in
-        the log."""
+        """Graphs for pictures and sounds of usual sizes, if possible. Logs the result."""
         graphs = ShapeGraphs(self._tower_of_items, self.capture(), max_bytes=max_bytes, choice=self.choice())
         shapes, obstacles = set(), set[str]()
         for modality, pair in usual(self._rate):
@@ -139,11 +141,11 @@ class HfRunner(Runner):
         return CudaCapture(self.device)
 
     def choice(self) -> Choice:
-        """What measures whether they are worth it."""
+        """What measures whether graphs are worthwhile."""
         return Choice(gpu_seconds)
 
     def _example(self, shown: Shown) -> tuple[Made, int]:
-        """What the processor makes of an item, and how many rows that has."""
+        """The processor's output for an item, and its number of rows."""
         modality = "image" if isinstance(shown, np.ndarray) else "video" if isinstance(shown, Clip) else "audio"
         tokens = sum(part.rows for part in self._processor.replacement(shown))
         return self._placed(Made(modality, self._processor.inputs(shown)), shape=True), tokens
@@ -167,8 +169,8 @@ class HfRunner(Runner):
 
     @torch.inference_mode()
     def warm_up(self) -> WorkerReady:
-        """Runs a small picture, or a second of silence where the model knows no pictures, through everything once: the
-        first pass of a process is slow, and what does not fit together shows here."""
+        """Runs a small picture, or a second of silence if the model takes no pictures, through everything once: the
+        first pass of a process is slow, and mismatches show here."""
         made, tokens = self._example(blank(self._first, self._rate))
         self._staged.run([made], [tokens])
         return WorkerReady(self.attention, self._graphed.budgets if self._graphed else [], self._row_writer.pool_made)
@@ -190,7 +192,8 @@ class HfRunner(Runner):
 
     @torch.inference_mode()
     def _item(self, piece: Piece) -> tuple[Made, float]:
-        """Has the processor make an item's tensors; in how many seconds. Raises RuntimeError where it cannot."""
+        """Has the processor make an item's tensors; also returns the seconds that it took. Raises RuntimeError if it
+        cannot."""
         started = time.perf_counter()
         try:
             made = self._made(piece)
@@ -210,7 +213,7 @@ class HfRunner(Runner):
         return Made(piece.modality, made, self._processor.inputs(Sound(samples)), piece.turns)
 
     def _shown(self, piece: Piece) -> Shown:
-        """Of a video the times are left out: only what stands for it in a prompt depends on them."""
+        """A video's times are left out: only its layout in a prompt depends on them."""
         frames: np.ndarray = self._staged_pieces.pixels(piece).numpy()
         if piece.modality == "image":
             still: np.ndarray = frames[0]
@@ -221,7 +224,7 @@ class HfRunner(Runner):
 
 
 def blank(modality: str, sound_rate: int) -> Shown:
-    """A small picture, a second of a small video, or of silence, which has so many samples."""
+    """A small picture, a second of a small video, or of silence with so many samples."""
     if modality == "audio":
         return Sound(np.zeros(sound_rate, np.float32))
     frames = np.zeros((_FRAMES, *_SMALL, 3), np.uint8)
@@ -240,7 +243,7 @@ def noisy_sound(seconds: int, sound_rate: int, seed: int) -> Sound:
 
 
 def usual(sound_rate: int) -> Iterator[tuple[str, list[Shown]]]:
-    """Pairs of items that differ in content, with their modality, of each size that is to have graphs."""
+    """Pairs of items with different content, and their modality, of each size that gets graphs."""
     for sides in _USUAL:
         yield "image", [picture(sides, seed) for seed in range(2)]
     for lengths in _USUAL_SECONDS:
@@ -248,7 +251,7 @@ def usual(sound_rate: int) -> Iterator[tuple[str, list[Shown]]]:
 
 
 def noise(modality: str, sound_rate: int) -> Iterator[list[Shown]]:
-    """Three items of each of some sizes, the smallest first; a second of a sound has so many samples."""
+    """Three items of each of some sizes, the smallest first; a second of sound has so many samples."""
     if modality == "audio":
         for seconds in _SECONDS:
             yield [noisy_sound(seconds, sound_rate, seed) for seed in range(3)]
