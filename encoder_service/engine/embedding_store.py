@@ -21,19 +21,19 @@ _PART = 256 << 20
 """Bytes that are given back to the system at a time."""
 
 _SEARCHES = 4
-"""Searches through the store for who is the first to wait; then room is reserved. Each takes milliseconds of the loop
-where there are ten thousand entries, and there is one for each turn of it in which something was freed."""
+"""Searches of the store for the first waiter, after which room is reserved for it. Each takes milliseconds of the loop
+with ten thousand entries, and there is one for each turn of the loop in which something was freed."""
 
 _UNWRITTEN = 1 << 20
-"""What rows that are still to be written weigh, in readers: others are looked for to make way."""
+"""Rows that are still being written count as so many readers, so that other ranges are reserved rather than theirs."""
 
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """Room for one item's rows, made before anything is computed, and pinned by whoever writes or reads them.
+    """Room for one item's rows, allocated before anything is computed, and pinned by everyone who writes or reads them.
 
-    It is `kept` once an entry has it: without pins it may then be evicted, instead of being free at once. `copies` are
-    those of its rows that are in device pools as well, by the first row of each; some may have had to give way.
+    It is `kept` once an entry has it: without pins it is then evictable instead of free. `copies` are copies of its
+    rows in device pools, by the first row of each; some may have been evicted.
     """
 
     span: Range
@@ -44,7 +44,7 @@ class Allocation:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Rows of one item: what they are, whose they are, where they lie, and when they were last used, as a number."""
+    """Rows of one item: header, owner, place, and a counter of their last use."""
 
     header: Header
     salt: bytes
@@ -71,7 +71,7 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Reservation:
-    """Neighbours that are to be one waiter's room once the `holders`, who read or write there, have gone."""
+    """Adjacent ranges that become one waiter's room when their `holders`, which read or write there, are gone."""
 
     span: Range
     waiter: _Waiter
@@ -79,18 +79,18 @@ class _Reservation:
 
 
 class EmbeddingStore:
-    """Rows of `row_bytes` each in `buffer`, indexed by key. `shrink` gives back `part` bytes at a time, unless the
-    buffer is `registered`: a network card reads the pages that there were then.
+    """Rows of `row_bytes` each in `buffer`, indexed by key. `shrink` returns memory to the system by `part` bytes,
+    unless the buffer is `registered`: a network card would keep reading the old pages.
 
-    An entry is kept and evicted whole, and never while it is pinned: the least recently used first or, where that alone
-    makes no room, neighbours of which none was used of late (`common/shm/eviction`). Rows may be read
-    where they are written, before their entry is whole: whoever pins an allocation unpins it, and until then nobody
-    else gets those bytes, even if the rest of the rows never comes.
+    Entries are kept and evicted whole, and never while pinned: the least recently used first or, if that alone makes no
+    room, adjacent ones none of which was used lately (`common/shm/eviction`). Rows may be read as soon as they are
+    written, before their entry is complete: whoever pins an allocation must unpin it, and nobody else gets its bytes
+    before, even if the rest of the rows never comes.
 
-    Who finds no room waits, first come, first served. Since hits pin entries all the time, what is large might never
-    find neighbours of which nobody reads one: after a few searches neighbours are reserved for it. They are no longer
-    entries, so that nobody new reads them and whoever asks for one computes it again; those who read them go on.
-    There is one reservation at a time, and others behind it are served with what is not reserved.
+    Allocations that find no room wait, first come, first served. Since hits pin entries all the time, a large one might
+    never find adjacent entries without readers; so after a few searches adjacent ranges are reserved for it. Their
+    entries are dropped: nobody new reads them, and their items are computed again on demand, while current readers
+    go on. There is one reservation at a time; later waiters are served from what is not reserved.
     """
 
     def __init__(self, buffer: SharedBuffer, row_bytes: int, *, part: int = _PART, registered: bool = False) -> None:
@@ -102,7 +102,7 @@ class EmbeddingStore:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._at: dict[int, Entry] = {}  # by offset
         self._uses = itertools.count()
-        self._unkept: set[Allocation] = set()  # those that no entry has
+        self._unkept: set[Allocation] = set()  # allocations without an entry
         self._waiters: deque[_Waiter] = deque()
         self._reservation: _Reservation | None = None
         self._to_serve: asyncio.Handle | None = None
@@ -112,7 +112,7 @@ class EmbeddingStore:
 
     @property
     def used(self) -> int:
-        """Bytes of entries, of allocations that no entry has, and of what is reserved."""
+        """Bytes of entries, of allocations without an entry, and of reservations."""
         return self._ranges.used
 
     @property
@@ -140,7 +140,7 @@ class EmbeddingStore:
 
     @contextmanager
     def pinned(self, allocation: Allocation) -> Iterator[memoryview]:
-        """An allocation's bytes, which nobody else gets for the length of the block."""
+        """An allocation's bytes, pinned for the duration of the context."""
         self.pin(allocation)
         try:
             yield self.buffer.slice(allocation.span)
@@ -148,7 +148,7 @@ class EmbeddingStore:
             self.unpin(allocation)
 
     def pin(self, allocation: Allocation) -> None:
-        """Keeps an allocation where it is until `unpin`. It must be pinned, or an entry's."""
+        """Pins an allocation until `unpin`. It must be pinned already, or belong to an entry."""
         assert allocation.pins or allocation.kept, "this allocation is free"
         allocation.pins += 1
 
@@ -164,14 +164,14 @@ class EmbeddingStore:
         self._serve_soon()
 
     def check_size(self, tokens: int) -> None:
-        """Raises InvalidInput where so many rows never fit."""
+        """Raises InvalidInput if so many rows can never fit."""
         if tokens * self._row_bytes > self.capacity:
             raise InvalidInput("the rows are larger than the store", reason="ROWS_TOO_LARGE")
 
     async def allocate(self, tokens: int) -> Allocation:
-        """Room for an item's rows; evicts what it must, and waits its turn where too much is in use.
+        """Allocates room for an item's rows; evicts entries, and waits its turn if too much is pinned.
 
-        Pinned once, for the caller, until `commit` or `abandon`. Raises InvalidInput where the rows never fit.
+        Pinned once, for the caller, until `commit` or `abandon`. Raises InvalidInput if the rows can never fit.
         """
         self.check_size(tokens)
         waiter = _Waiter(tokens * self._row_bytes, asyncio.get_running_loop().create_future())
@@ -188,7 +188,7 @@ class EmbeddingStore:
             raise
 
     def trim(self, allocation: Allocation, tokens: int) -> None:
-        """Gives back what an allocation has behind its first `tokens` rows, before it is committed or read."""
+        """Frees an allocation's room behind its first `tokens` rows, before it is committed or read."""
         assert allocation.pins == 1, "somebody reads this allocation"
         assert not allocation.kept, "an entry has this allocation"
         if self._is_reserved(allocation):  # the rest goes where all of it will
@@ -198,7 +198,7 @@ class EmbeddingStore:
             self._serve_soon()
 
     def commit(self, allocation: Allocation, header: Header, salt: str) -> Entry:
-        """Turns an allocation whose rows are written into an entry; the caller's pin stays on it. Where its room is
+        """Makes an entry of an allocation whose rows are written; the caller's pin stays on it. If its room is
         reserved, nobody else finds the entry."""
         assert header.key not in self._entries, "an entry is written once"
         entry = Entry(header, salt_hash(salt), allocation, next(self._uses))
@@ -209,7 +209,7 @@ class EmbeddingStore:
         return entry
 
     def abandon(self, allocation: Allocation) -> None:
-        """Gives an allocation back; its bytes are free when those who read there have gone."""
+        """Gives an allocation up; its bytes are free when nobody reads them any more."""
         assert not allocation.kept, "an entry has this allocation"
         self.unpin(allocation)
 
@@ -222,8 +222,8 @@ class EmbeddingStore:
         return len(gone), sum(entry.span.size for entry in gone)
 
     async def shrink(self) -> None:
-        """Gives the memory of all that is free back to the system, part by part, in a thread. A part is held until that
-        is done, so that nobody writes there."""
+        """Returns all free memory to the system, part by part, in a thread. A part is taken meanwhile, so that nobody
+        writes there."""
         if self._registered:
             return
         gaps, size = self._ranges.gaps, self._part
@@ -239,7 +239,7 @@ class EmbeddingStore:
                 self.abandon(part)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where ranges and entries disagree."""
+        """Raises AssertionError if ranges and entries disagree."""
         self._ranges.check_integrity()
         held = [*(entry.allocation for entry in self._entries.values()), *self._unkept]
         spans = [allocation.span for allocation in held if not self._is_reserved(allocation)]
@@ -250,7 +250,7 @@ class EmbeddingStore:
         assert sum(aligned(span.size) for span in spans) == self._ranges.used, "a range has no owner"
 
     def check_idle(self) -> None:
-        """The same, and where something is still held."""
+        """The same, and if something is still held."""
         self.check_integrity()
         assert not self._unkept, "an allocation was neither committed nor abandoned"
         assert not self._waiters, "someone waits for an idle store"
@@ -258,7 +258,7 @@ class EmbeddingStore:
         assert not any(entry.pins for entry in self._entries.values()), "an entry is still pinned"
 
     def _serve_soon(self) -> None:
-        """Has those who wait served in the loop's next turn: once, however much is freed in this one."""
+        """Serves waiters in the next turn of the loop, once for everything freed in this one."""
         if self._to_serve is None and (self._waiters or self._reservation):
             self._to_serve = asyncio.get_running_loop().call_soon(self._serve)
 
@@ -325,12 +325,12 @@ class EmbeddingStore:
         return allocation
 
     def _make_room(self, size: int) -> Range | None:
-        """A range, for which entries are evicted; None, and nothing evicted, where that cannot be enough."""
+        """A range for which entries are evicted; None, without evicting anything, if that cannot suffice."""
         oldest = (entry.span.offset for entry in self._entries.values() if not entry.pins)
         return eviction.make_room(self._ranges, size, oldest, self._last_use, self._held(), self._drop)
 
     def _held(self) -> Iterator[int]:
-        """Where ranges begin that stay: they are read or written, or reserved."""
+        """The offsets of ranges that must stay: they are read or written, or reserved."""
         yield from (start for start, entry in self._at.items() if entry.allocation.pins)
         yield from (each.span.offset for each in self._unkept if not self._is_reserved(each))
         if self._reservation:
@@ -341,7 +341,7 @@ class EmbeddingStore:
         return (0, entry.used) if entry and not entry.pins else None
 
     def _drop(self, offset: int) -> None:
-        """Forgets an entry; its bytes are free when those who read them have gone."""
+        """Drops an entry; its bytes are free when nobody reads them any more."""
         entry = self._at.pop(offset)
         del self._entries[entry.header.key]
         if entry.pins:
@@ -360,5 +360,5 @@ class EmbeddingStore:
 
 
 def salt_hash(salt: str) -> bytes:
-    """What is kept of a tenant's secret."""
+    """The part of a tenant's secret that is kept."""
     return hashlib.sha256(salt.encode()).digest()

@@ -43,7 +43,7 @@ class CudaIpc:
     async def send(self, run: RowRun, host: encoder_pb2.HostProof) -> Chunks:
         """A handle for each slice; ends when the reader has released all of them, or is gone.
 
-        Raises Unavailable where a lease ended by its time alone, or with the worker whose memory it was.
+        Raises Unavailable if a lease expired, or ended with its worker.
         """
         with ExitStack() as held:
             leases = [(each, held.enter_context(self._leases.take_slice(each, host.grant))) for each in covering(run)]
@@ -72,9 +72,9 @@ class CudaIpc:
 
 
 def covering(run: RowRun) -> list[Slice]:
-    """The slices that hold exactly a run's rows, in order; none where some of them are in no pool.
+    """The slices that hold exactly a run's rows, in order; empty if some of them are in no pool.
 
-    A run of rows 4–11 takes the slices that begin at 4 and at 8, where those have four rows each.
+    A run of rows 4–11 takes the slices that begin at 4 and at 8, if these have four rows each.
     """
     at, slices = run.first, list[Slice]()
     while at < run.end:

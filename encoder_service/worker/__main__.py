@@ -28,7 +28,7 @@ JobT = TypeVar("JobT")
 ReadyT = TypeVar("ReadyT")
 Hungry = Callable[[], bool]
 Prepare = Callable[[JobT, Hungry], Iterator[ReadyT]]
-"""Makes parts of a job ready, one after the other; it is told whether somebody waits for the next one."""
+"""Prepares parts of a job, one after the other; it is told whether somebody waits for the next one."""
 
 
 def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
@@ -40,7 +40,7 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
     settings = link.receive()
     assert isinstance(settings, WorkerSettings)
     log.configure(settings.log_level, service="encoder")
-    gc.disable()  # what is imported stays: collections would look through it again and again
+    gc.disable()  # imported objects stay, and each collection would visit them again
     from common.gpu.device_memory import DeviceMemoryError  # torch takes a second to import
     from encoder_service.models.attention import AttentionUnavailable
     from encoder_service.worker.graphs import GraphsUnavailable
@@ -61,9 +61,9 @@ def main(link_fd: int, staging_fd: int, store_fd: int) -> None:
         late_compiles.watch()
     gc.freeze()
     gc.enable()
-    # The service sends a GPU's worker the batch after the one that it computes, as soon as that is full: a thread makes
-    # its patches on a stream of its own, and another one starts its tower behind the one before, whose rows leave
-    # meanwhile. On a CPU all of that would want the same cores.
+    # A GPU's worker gets its next batch early, as soon as that is full: one thread makes its patches on a stream of its
+    # own, and another launches its tower behind the current one, whose rows leave meanwhile. On a CPU all of that would
+    # compete for the same cores.
     take = ahead if runner.device.type == "cuda" else one_by_one
     for begun in take(take(_batches(link), runner.parts), partial(_begun, runner)):
         answer = _answer(runner, begun)
@@ -84,12 +84,12 @@ def _runner(settings: WorkerSettings, staging: SharedBuffer, store: SharedBuffer
 
 
 def _begun(runner: Runner, part: Future[PreparedBatch], _: Hungry) -> Iterator[BegunBatch]:
-    """What was prepared, or failed so, once the device computes it."""
+    """What was prepared, or its failure, once the device computes it."""
     yield runner.compute(part.result())
 
 
 def _answer(runner: Runner, begun: Future[BegunBatch]) -> BatchDone | BatchFailed:
-    """What came of a part of a batch. Raises RuntimeError where the device computes nothing more in this process."""
+    """The result of a part of a batch. Raises RuntimeError if the device cannot be used any more in this process."""
     try:
         return runner.finish(begun.result())
     except RuntimeError as error:  # out of memory, or a kernel that failed
@@ -97,14 +97,14 @@ def _answer(runner: Runner, begun: Future[BegunBatch]) -> BatchDone | BatchFaile
 
         if not runner.is_usable():
             raise
-        _free(error)  # the pieces come again, one by one
+        _free(error)  # the pieces will be retried, one by one
         if isinstance(error, PassFailed):
             return BatchFailed(why=str(error), pieces=list(error.places))
         return BatchFailed(why=f"{type(error).__name__}: {error}")
 
 
 def _free(error: BaseException) -> None:
-    """Lets go of the memory that a failed pass had, and of what torch keeps beside it where there was too little."""
+    """Frees the memory of a failed pass, and torch's cached memory if there was too little."""
     import torch
 
     from common.gpu.device import release_memory
@@ -152,10 +152,11 @@ def one_by_one(
 
 
 def ahead(jobs: Iterable[JobT], prepare: Prepare[JobT, ReadyT]) -> Iterator[Future[ReadyT]]:
-    """As `one_by_one`, in the same order, but the next parts are prepared in a thread before they are asked for; while
-    none is ready, whoever takes them is hungry.
+    """As `one_by_one`, in the same order, but the next parts are prepared in a thread in advance; while none is ready,
+    the consumer is hungry.
 
-    How far ahead is up to who gives the jobs. Any other error of theirs, or of `prepare`, is raised here as well.
+    How far in advance is up to the source of the jobs. Other errors of the source, or of `prepare`, are raised here as
+    well.
     """
     ready: SimpleQueue[Future[ReadyT] | BaseException | None] = SimpleQueue()
 
