@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from llm_service.plan import Masks, StepPlan, StepResult, no_masks, with_masks
-from llm_service.worker.messages import AdapterOrder, MirrorOrder, OffloadBlocks, Pulled, RemoveAdapter
+from llm_service.worker.messages import AddAdapter, OffloadBlocks, Pulled, RankOrder, RemoveAdapter
 
 
 def filled(plan: StepPlan, chosen: Sequence[int], masks: Masks = no_masks) -> StepPlan:
@@ -48,19 +48,6 @@ class InTurn:
         self._chosen: list[int] = []
         self.adapters: dict[int, bytes] = {}
 
-    def adapt(self, order: AdapterOrder) -> None:
-        """Keeps what an adapter is."""
-        if isinstance(order, RemoveAdapter):
-            self.adapters.pop(order.number, None)  # it may be let go of before it has been read
-        else:
-            assert order.number not in self.adapters
-            self.adapters[order.number] = order.adapter.digest
-
-    def offload(self, order: OffloadBlocks) -> None:
-        """Has blocks copied to the host."""
-        assert self._offload is not None, order
-        self._offload(order.pairs)
-
     def launch(self, plan: StepPlan, masks: Masks = no_masks) -> Known:
         began = time.perf_counter()
         result = self._run(filled(plan, self._chosen, masks))
@@ -70,6 +57,16 @@ class InTurn:
     def beat(self) -> None:
         """There is no one to keep company."""
 
-    def obey(self, order: MirrorOrder) -> Pulled:
-        """There is no mirror."""
-        raise AssertionError(order)
+    def obey(self, order: RankOrder) -> Pulled:
+        """Keeps what an adapter is, and has blocks copied to the host. There is no mirror."""
+        match order:
+            case AddAdapter(number, adapter):
+                assert number not in self.adapters
+                self.adapters[number] = adapter.digest
+            case RemoveAdapter(number):
+                self.adapters.pop(number, None)  # it may be let go of before it has been read
+            case OffloadBlocks(pairs) if self._offload is not None:
+                self._offload(pairs)
+            case _:
+                raise AssertionError(order)
+        return Pulled.LANDED

@@ -4,25 +4,24 @@ the engine tells it where, once nobody else reads or writes there."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import AwaitBlocks, BlocksAnswer, BlocksArrived, BlocksRead, FindBlocks, LendBlocks
-from llm_service.worker.messages import OffloadBlocks
+from llm_service.worker.messages import OffloadBlocks, Pulled
 
 
 class BlockExchange:
-    """`offload` has all ranks copy blocks to the host, after all steps planned so far, and then calls the function that
-    it was given; `send` answers the front, from any thread."""
+    """`order` is `StepQueue.order`: it has all ranks copy blocks to the host, after all steps planned so far, and then
+    calls the function that it was given. `send` answers the front, from any thread."""
 
     def __init__(
         self,
         blocks: BlockManager,
-        offload: Callable[[OffloadBlocks, Callable[[], None]], None],
+        order: Callable[[OffloadBlocks, Callable[[Pulled], None]], None],
         send: Callable[[BlocksAnswer], None],
     ) -> None:
         self._blocks = blocks
-        self._offload = offload
+        self._order = order
         self._send = send
         self._lent: dict[int, list[bytes]] = {}
         self._awaited: dict[int, tuple[list[bytes], list[int]]] = {}
@@ -69,4 +68,4 @@ class BlockExchange:
     def _answer_behind(self, answer: BlocksAnswer) -> None:
         """Answers when the copies to these places have been made, and copies from them that may be under way have
         ended."""
-        self._offload(OffloadBlocks(self._blocks.host.take_offloads()), partial(self._send, answer))
+        self._order(OffloadBlocks(self._blocks.host.take_offloads()), lambda _: self._send(answer))

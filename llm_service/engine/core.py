@@ -39,6 +39,7 @@ from llm_service.engine.messages import (
     Prefilled,
     Prefills,
     PromptLogprobsTaken,
+    PullEnded,
     Released,
     RowsPlaced,
     RowsRead,
@@ -50,7 +51,15 @@ from llm_service.engine.sequence import Sequence
 from llm_service.engine.step_queue import StepQueue
 from llm_service.model_config.adapter_folder import Adapter, AdapterError
 from llm_service.plan import StepMemoryError, StepResult
-from llm_service.worker.messages import AddAdapter, InvalidateRows, PullRows, RemoveAdapter, UnmapPool
+from llm_service.worker.messages import (
+    AddAdapter,
+    InvalidateRows,
+    MirrorOrder,
+    Pulled,
+    PullRows,
+    RemoveAdapter,
+    UnmapPool,
+)
 
 _log = log.get("engine")
 _PROOF_SECONDS = 5.0
@@ -231,7 +240,7 @@ class EngineCore:
                 self._scheduler.adapter_slots.forget(id)
                 self._steps.order(RemoveAdapter(id))
             case PullRows() | InvalidateRows() | UnmapPool():
-                self._steps.order(message)
+                self._update_mirrors(message)
             case FindBlocks() | LendBlocks() | BlocksRead() | AwaitBlocks() | BlocksArrived():
                 assert self._exchange is not None, "blocks are exchanged"
                 self._exchange.take(message)
@@ -243,6 +252,15 @@ class EngineCore:
             self._report_blocks()
             self._link.send(answer)
 
+    def _update_mirrors(self, order: MirrorOrder) -> None:
+        """Has all ranks carry out an order for their mirrors; the front hears what became of a pull."""
+
+        def done(end: Pulled) -> None:
+            if isinstance(order, PullRows):
+                self._link.send(PullEnded(order.id, end))
+
+        self._steps.order(order, done)
+
     def _load_adapter(self, message: LoadAdapter) -> None:
         """Reads an adapter, while steps go on, and has every rank keep it between two of them."""
         assert self._read_adapter is not None, "adapters are turned on"
@@ -253,7 +271,8 @@ class EngineCore:
         except AdapterError as error:
             self._link.send(AdapterRead(message.id, error=str(error)))
         else:
-            self._steps.order(AddAdapter(message.id, adapter))
+            added = AdapterRead(message.id, adapter.digest, adapter.rank)
+            self._steps.order(AddAdapter(message.id, adapter), lambda _: self._link.send(added))
 
     def _adapter_read(self, id: int, reading: Future[None]) -> None:
         """Tells those who wait for an adapter that there was no thread or memory to read it."""

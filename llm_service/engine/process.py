@@ -24,7 +24,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.core import EngineCore, ReadAdapter, Wake
 from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.matchers import Matchers
-from llm_service.engine.messages import AdapterRead, Beat, Defect, PullEnded, Ready, ToEngine, Unable
+from llm_service.engine.messages import Beat, Defect, Ready, ToEngine, Unable
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import Executor, StepQueue
 from llm_service.engine.structure import Structures
@@ -138,11 +138,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
             place_bytes=loaded.place_bytes,
         )
     )
-    steps = StepQueue(
-        loaded.executor,
-        lambda id, end: link.send(PullEnded(id, end)),
-        lambda done: link.send(AdapterRead(done.number, done.adapter.digest, done.adapter.rank)),
-    )
+    steps = StepQueue(loaded.executor)
     threading.Thread(target=_beat, args=(link, scheduler, steps, loaded), daemon=True).start()
     core = EngineCore(
         link,
@@ -152,7 +148,7 @@ def _build(settings: EngineSettings, loaded: Loaded, link: ParentLink[ToEngine])
         overlap=settings.overlap,
         read_adapter=loaded.read_adapter,
         block_events=block_events,
-        exchange=BlockExchange(blocks, steps.offload, link.send),
+        exchange=BlockExchange(blocks, steps.order, link.send),
     )
     return core, steps
 

@@ -17,17 +17,7 @@ from typing import Protocol
 import msgspec
 
 from llm_service.plan import Masks, StepMemoryError, StepPlan, StepResult, no_masks
-from llm_service.worker.messages import (
-    AdapterOrder,
-    AddAdapter,
-    InvalidateRows,
-    MirrorOrder,
-    OffloadBlocks,
-    Pulled,
-    PullRows,
-    RemoveAdapter,
-    UnmapPool,
-)
+from llm_service.worker.messages import OffloadBlocks, Pulled, RankOrder
 
 
 class StepUnderWay(Protocol):
@@ -56,16 +46,9 @@ class Executor(Protocol):
         nothing more of the step, if memory is short and the next step may be smaller."""
         ...
 
-    def obey(self, order: MirrorOrder) -> Pulled:
-        """Has every rank do something to its mirror of the row arena."""
-        ...
-
-    def adapt(self, order: AdapterOrder) -> None:
-        """Has every rank keep an adapter, or let go of one."""
-        ...
-
-    def offload(self, order: OffloadBlocks) -> None:
-        """Has every rank copy KV blocks to the host, and waits for the copies."""
+    def obey(self, order: RankOrder) -> Pulled:
+        """Has every rank carry out an order, and waits for that. Returns what became of a `PullRows`; LANDED for other
+        orders."""
         ...
 
 
@@ -82,11 +65,11 @@ class _ClosedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Offload:
-    """Copies to the host, and the function to call when they are made."""
+class _Ordered:
+    """An order, and the function to call when all ranks have carried it out."""
 
-    order: OffloadBlocks
-    done: Callable[[], None]
+    order: RankOrder
+    done: Callable[[Pulled], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +85,18 @@ class _NotComputed:
 class StepQueue:
     """Launches plans in the order in which they were submitted, with orders for the ranks in between.
 
-    The deciding thread calls `submit`, `mask`, `order`, `offload`, `collect`, `beat` and `close`; the computing thread
-    calls `work`, which calls `on_pulled` with the id and the result of each `PullRows`, and `on_added` when all ranks
-    have an adapter. The deciding thread waits for a step's tokens while the computing thread launches the next step, so
-    a GPU waits for neither.
+    The deciding thread calls `submit`, `mask`, `order`, `collect`, `beat` and `close`; the computing thread calls
+    `work`. The deciding thread waits for a step's tokens while the computing thread launches the next step, so a GPU
+    waits for neither.
 
     These are threads and not processes because a plan names thousands of block numbers, which would have to be copied
     and parsed for each step; and the work of both is either outside the interpreter's lock or much shorter than a step.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        on_pulled: Callable[[int, Pulled], None] = lambda *_: None,
-        on_added: Callable[[AddAdapter], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.beat_seconds = executor.beat_seconds
         self._executor = executor
-        self._on_pulled = on_pulled
-        self._on_added = on_added
-        self._plans: SimpleQueue[StepPlan | MirrorOrder | AdapterOrder | _Offload | _Signal] = SimpleQueue()
+        self._plans: SimpleQueue[StepPlan | _Ordered | _Signal] = SimpleQueue()
         self._masks: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._launched: SimpleQueue[StepUnderWay] = SimpleQueue()
         self._ended = 0.0
@@ -149,14 +124,11 @@ class StepQueue:
             raise _ClosedError
         return masks
 
-    def order(self, order: MirrorOrder | AdapterOrder) -> None:
-        """Submits an order, which is carried out before all plans submitted later. An `AddAdapter` may come from any
-        thread."""
-        self._plans.put(order)
-
-    def offload(self, order: OffloadBlocks, done: Callable[[], None]) -> None:
-        """Submits an order for copies to the host; the computing thread calls `done` when all ranks have made them."""
-        self._plans.put(_Offload(order, done))
+    def order(self, order: RankOrder, done: Callable[[Pulled], None] = lambda _: None) -> None:
+        """Submits an order, which is carried out after all plans submitted before and before all submitted later. The
+        computing thread calls `done` with the result (see `Executor.obey`) when all ranks have carried it out. An
+        `AddAdapter` may come from any thread."""
+        self._plans.put(_Ordered(order, done))
 
     def collect(self) -> StepResult:
         """Waits for the result of the oldest plan not collected yet. Its step begins, at the earliest, when the one
@@ -191,14 +163,14 @@ class StepQueue:
         """Computes until `close`. An error of the executor ends it, and with it the process, but for too little memory
         for a step."""
         failed: StepMemoryError | None = None
-        while (order := self._plans.get()) is not _Signal.CLOSE:
+        while (work := self._plans.get()) is not _Signal.CLOSE:
             self._launching_since = time.monotonic()
-            match order:
+            match work:
                 case StepPlan() if failed is not None:
                     self._launched.put(_NotComputed(failed))
                 case StepPlan():
                     try:
-                        self._launched.put(self._executor.launch(order, self._next_masks))
+                        self._launched.put(self._executor.launch(work, self._next_masks))
                     except _ClosedError:
                         return
                     except StepMemoryError as error:
@@ -206,20 +178,10 @@ class StepQueue:
                         self._launched.put(_NotComputed(error))
                 case _Signal.GO_ON:
                     failed = None
-                case PullRows():
-                    self._on_pulled(order.id, self._executor.obey(order))
-                case InvalidateRows() | UnmapPool():
-                    self._executor.obey(order)
-                case AddAdapter():
-                    self._executor.adapt(order)
-                    self._on_added(order)
-                case RemoveAdapter():
-                    self._executor.adapt(order)
-                case _Offload():
-                    if failed is not None:  # the step before was not computed
-                        raise failed
-                    self._executor.offload(order.order)
-                    order.done()
+                case _Ordered(OffloadBlocks()) if failed is not None:
+                    raise failed  # the blocks of a step that was not computed hold nothing
+                case _Ordered(order, done):
+                    done(self._executor.obey(order))
                 case _Signal.BEAT:
                     self._executor.beat()
             self._launching_since = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import torch
 
@@ -10,18 +12,14 @@ from llm_service.layers.group import ALONE
 from llm_service.plan import Draw, Masks, StepMemoryError, StepPlan, no_masks
 from llm_service.worker.changeover import Changeover
 from llm_service.worker.messages import (
-    AdapterOrder,
     AddAdapter,
     ChangeOver,
-    InvalidateRows,
-    MirrorOrder,
     OffloadBlocks,
     Pulled,
-    PullRows,
     RankMessage,
+    RankOrder,
     RemoveAdapter,
     RunStep,
-    UnmapPool,
 )
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.ranks import Ranks
@@ -37,6 +35,21 @@ def message_of(plan: StepPlan) -> bytes:
     """A plan as other ranks get it: without how tokens are chosen. Tokens that they do not compute themselves come with
     the next plan."""
     return _encode(RunStep(msgspec.structs.replace(plan, draws=[Draw(at=draw.at) for draw in plan.draws])))
+
+
+def carry_out(order: RankOrder, runner: ModelRunner, all_reduce_min: Callable[[int], int]) -> Pulled:
+    """Carries out an order on this rank. `all_reduce_min` returns the minimum of a number over all ranks, each of which
+    carries out the same order. Returns what became of a `PullRows` on all ranks; LANDED for other orders. Raises
+    RuntimeError if a rank is gone."""
+    match order:
+        case AddAdapter() | RemoveAdapter():
+            runner.adapt(order)
+        case OffloadBlocks(pairs):
+            runner.offload(pairs)
+            all_reduce_min(0)  # returns when every rank has made its copies
+        case _:
+            return runner.arena.the_mirror.obey(order, all_reduce_min)
+    return Pulled.LANDED
 
 
 class LoneExecutor:
@@ -61,17 +74,9 @@ class LoneExecutor:
         release_memory()
         raise StepMemoryError(why)
 
-    def obey(self, order: MirrorOrder) -> Pulled:
-        """Does something to the mirror."""
-        return self._runner.arena.the_mirror.obey(order, ALONE.all_reduce_min)
-
-    def adapt(self, order: AdapterOrder) -> None:
-        """Keeps or drops an adapter."""
-        self._runner.adapt(order)
-
-    def offload(self, order: OffloadBlocks) -> None:
-        """Copies KV blocks to the host, and waits for that."""
-        self._runner.offload(order.pairs)
+    def obey(self, order: RankOrder) -> Pulled:
+        """Carries out an order; returns what became of a `PullRows`."""
+        return carry_out(order, self._runner, ALONE.all_reduce_min)
 
     def beat(self) -> None:
         """There are no other ranks."""
@@ -97,21 +102,10 @@ class GroupExecutor:
         self._ranks.broadcast_rows(plan.rows, self._runner.arena)
         return self._runner.launch(plan, masks)
 
-    def obey(self, order: MirrorOrder) -> Pulled:
-        """Has all ranks carry out an order for their mirrors; raises RuntimeError if one is gone."""
+    def obey(self, order: RankOrder) -> Pulled:
+        """Has all ranks carry out an order; returns what became of a `PullRows`. Raises RuntimeError if one is gone."""
         self._ranks.tell(_encode(order))
-        return self._runner.arena.the_mirror.obey(order, self._ranks.group.all_reduce_min)
-
-    def adapt(self, order: AdapterOrder) -> None:
-        """Has all ranks keep or drop an adapter; raises RuntimeError if one is gone."""
-        self._ranks.tell(_encode(order))
-        self._runner.adapt(order)
-
-    def offload(self, order: OffloadBlocks) -> None:
-        """Has all ranks copy KV blocks to the host, and waits for them; raises RuntimeError if one is gone."""
-        self._ranks.tell(_encode(order))
-        self._runner.offload(order.pairs)
-        self._ranks.group.all_reduce_min(0)
+        return carry_out(order, self._runner, self._ranks.group.all_reduce_min)
 
     def beat(self) -> None:
         """Checks, while there is nothing to compute, whether a rank has ended."""
@@ -138,10 +132,5 @@ def follow(runner: ModelRunner, ranks: Ranks, changeover: Changeover | None = No
             case ChangeOver():
                 assert changeover is not None, "ranks begin alike"
                 changeover.ask(ranks.group.all_reduce_min)
-            case AddAdapter() | RemoveAdapter() as order:
-                runner.adapt(order)
-            case PullRows() | InvalidateRows() | UnmapPool() as order:
-                runner.arena.the_mirror.obey(order, ranks.group.all_reduce_min)
-            case OffloadBlocks(pairs):
-                runner.offload(pairs)
-                ranks.group.all_reduce_min(0)
+            case order:
+                carry_out(order, runner, ranks.group.all_reduce_min)

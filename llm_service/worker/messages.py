@@ -1,6 +1,6 @@
-"""Messages to ranks. The front sends `MirrorOrder`s to the engine as rows arrive from encoders. The deciding thread
-puts these, plans and all other orders into one `StepQueue`. The computing thread, which is rank 0, takes them one by
-one, and sends each to the other ranks as a `RankMessage` before it carries it out itself."""
+"""Messages to ranks: steps, and all orders that there are (`RankOrder`). The deciding thread puts both into one
+`StepQueue`. The computing thread, which is rank 0, takes them one by one, and sends each to the other ranks as a
+`RankMessage` before it carries it out itself (`executor.carry_out`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class UnmapPool(msgspec.Struct, frozen=True, tag=True):
 
 
 MirrorOrder = PullRows | InvalidateRows | UnmapPool
-"""Orders for mirrors: every rank carries out the same ones in the same sequence, between two steps."""
+"""Orders for mirrors. The front sends them to the engine as rows arrive from encoders."""
 
 
 class Pulled(enum.IntEnum):
@@ -70,7 +70,6 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 AdapterOrder = AddAdapter | RemoveAdapter
-"""Orders for adapters: every rank carries out the same ones in the same sequence, between two steps."""
 
 
 class OffloadBlocks(msgspec.Struct, frozen=True, tag=True):
@@ -78,6 +77,10 @@ class OffloadBlocks(msgspec.Struct, frozen=True, tag=True):
     from host places are over as well."""
 
     pairs: list[tuple[int, int]]
+
+
+RankOrder = MirrorOrder | AdapterOrder | OffloadBlocks
+"""Every rank carries out the same orders in the same sequence, between two steps."""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
@@ -90,4 +93,5 @@ class ChangeOver(msgspec.Struct, frozen=True, tag=True):
     """Ask each other whether all have our kernels by now, and compute with them if so."""
 
 
-RankMessage = RunStep | PullRows | InvalidateRows | UnmapPool | AddAdapter | RemoveAdapter | OffloadBlocks | ChangeOver
+RankMessage = RunStep | ChangeOver | RankOrder
+"""What rank 0 sends to the others."""

@@ -40,7 +40,7 @@ from llm_service.engine.step_queue import StepQueue
 from llm_service.model_config.adapter_folder import Adapter
 from llm_service.plan import Draw, Masks, StepMemoryError, StepPlan, StepResult, no_masks
 from llm_service.request import SamplingParams
-from llm_service.worker.messages import InvalidateRows, MirrorOrder, OffloadBlocks, Pulled, PullRows, UnmapPool
+from llm_service.worker.messages import InvalidateRows, OffloadBlocks, Pulled, PullRows, RankOrder, UnmapPool
 from tests.in_turn import InTurn
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, alternating, expected
 from tests.waiting import until
@@ -56,7 +56,7 @@ class Recorder(InTurn):
     def __init__(self) -> None:
         super().__init__(self.run)
         self.may_go = threading.Semaphore(0)
-        self.seen: list[list[int] | MirrorOrder] = []
+        self.seen: list[list[int] | RankOrder] = []
         self.beats = 0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -64,7 +64,7 @@ class Recorder(InTurn):
         self.seen.append(array("i", plan.token_ids).tolist())
         return StepResult([100 + len(self.seen)] * len(plan.draws), [None] * len(plan.draws))
 
-    def obey(self, order: MirrorOrder) -> Pulled:
+    def obey(self, order: RankOrder) -> Pulled:
         self.seen.append(order)
         return Pulled.DAMAGED
 
@@ -102,19 +102,19 @@ def test_a_plan_is_handed_over_before_the_one_in_front_of_it_is_computed_and_get
 
 
 def test_orders_for_the_mirrors_are_obeyed_between_steps_and_what_came_of_pulls_is_told() -> None:
-    recorder, told = Recorder(), list[tuple[int, Pulled]]()
-    steps = StepQueue(recorder, lambda id, end: told.append((id, end)))
+    recorder, told = Recorder(), list[tuple[str, Pulled]]()
+    steps = StepQueue(recorder)
     pull = PullRows(id=5, region="pool", handle=b"", source=0, target=0, size=64, row_sum=0)
     recorder.may_go.release(2)
     with deciding(steps):
         steps.submit(plan(7, []))
         for order in (InvalidateRows(0, 64), pull, UnmapPool("pool")):
-            steps.order(order)
+            steps.order(order, lambda end, order=order: told.append((type(order).__name__, end)))
         steps.submit(plan(0, [(0, 0)]))
         assert steps.collect().tokens == [101]
         steps.collect()
     assert recorder.seen == [[7], InvalidateRows(0, 64), pull, UnmapPool("pool"), [101]]
-    assert told == [(5, Pulled.DAMAGED)]
+    assert told == [(name, Pulled.DAMAGED) for name in ("InvalidateRows", "PullRows", "UnmapPool")]
 
 
 class Late:
@@ -354,7 +354,7 @@ def test_an_engine_ends_where_memory_is_too_small_for_a_step_of_one_token(overla
 def test_blocks_that_were_to_be_computed_are_lent_to_nobody() -> None:
     steps = StepQueue(TooSmall(0))
     steps.submit(plan(7, []))
-    steps.offload(OffloadBlocks([(0, 0)]), lambda: pytest.fail("they are not there"))
+    steps.order(OffloadBlocks([(0, 0)]), lambda _: pytest.fail("they are not there"))
     with pytest.raises(StepMemoryError):
         steps.work()
 
