@@ -12,7 +12,7 @@ _MODULES = ("google.rpc", "httptools", "prometheus_client", "pydantic", "starlet
 
 
 def main() -> None:
-    """Serves until a signal comes; exits with 1 and one line where it cannot begin."""
+    """Serves until a signal arrives; exits with 1 and one line if it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
     prepare()
     if missing := [name for name in _MODULES if not _is_here(name)]:
@@ -33,7 +33,7 @@ def main() -> None:
 def _is_here(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is the package around it
+    except ModuleNotFoundError:  # or the package around it is missing
         return False
 
 

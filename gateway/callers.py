@@ -1,5 +1,5 @@
-"""Who calls: the tokens of which callers must send one, the names that some of them have, and what keeps callers of
-different names apart at the LLM services."""
+"""Callers: the tokens that they must send, their names, and what keeps callers with different names apart at the LLM
+services."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from common.rpc.bearer_tokens import ReadAgain, check_tokens, read_lines
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._@+-]{1,64}")
 _BETWEEN: Final = "\t"
-"""What stands between a name and its token: no token has one."""
+"""Separates a name from its token; tokens cannot contain it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever has sent a token. `name` is empty where the token has none, or none is needed."""
+    """The sender of a token. `name` is empty if the token has none, or no token is needed."""
 
     name: str = ""
     key: bytes = field(default=b"", repr=False)
 
     def salt(self, own: str) -> str:
-        """The salt that LLM services are told of a request that states its `own`. Of a caller with a name it is a
-        digest that nobody makes up who has none of that name's tokens."""
+        """The salt for LLM services, given the request's `own`. For a caller with a name it is a digest that nobody
+        without one of that name's tokens can compute."""
         if not self.name:
             return own
         return hmac.digest(self.key, f"salt\0{self.name}\0{own}".encode(), "sha256").hex()
 
 
 class Callers:
-    """Those who are let in: whoever sends a token of the file; where there is no file, everybody."""
+    """The callers who are admitted: those with a token from the file; without a file, everybody."""
 
     def __init__(self, file: str = "") -> None:
-        """Raises ValueError where the file cannot be used."""
+        """Raises ValueError if the file cannot be used."""
         self._file = ReadAgain(file, _read) if file else None
 
     def known(self, tokens: Sequence[bytes]) -> Caller | None:
-        """Who sends these tokens, the first that is known; None: nobody who is let in. How long the answer takes says
-        nothing of any token."""
+        """The sender of these tokens, the first known one; None if none is known. The time that this takes reveals
+        nothing about tokens."""
         if self._file is None:
             return Caller()
         lines = self._file.lines
@@ -49,7 +49,7 @@ class Callers:
 
 
 def _read(file: str) -> tuple[tuple[bytes, Caller], ...]:
-    """Tokens and whose they are; the first token of a name is the key of all of its salts, so that gateways with one
+    """Tokens and their callers. The first token of a name is the key of all its salts, so that gateways with the same
     file agree. Raises ValueError."""
     names: dict[str, str] = {}
     keys: dict[str, bytes] = {}

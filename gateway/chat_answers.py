@@ -21,7 +21,7 @@ from twinlens.v1 import llm_pb2
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """More of a choice: what is certain of its text with this `delta`."""
+    """More of a choice: the text that this `delta` completes."""
 
     pieces: Sequence[Piece]
     delta: llm_pb2.GenerateDelta
@@ -29,7 +29,7 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
-    """A choice is complete: what is left of its text, and how many whole calls it makes."""
+    """A choice is complete: the rest of its text, and its number of complete calls."""
 
     pieces: Sequence[Piece]
     calls: int
@@ -56,9 +56,9 @@ class ChatAnswers:
         streams: bool,
         prompt_logprobs: CollectedLogprobs | None = None,
     ) -> AsyncGenerator[ChatEvent]:
-        """The events of the answer to a chat, which was made into this request; `streams`: calls are told before their
-        ends. What is wrong with a field is so with the one that the caller knows, by `names`. `prompt_logprobs`
-        are filled before the first event. Raises TwinlensError."""
+        """The events of the answer to a chat, from which this request was made; `streams`: calls are reported before
+        they are complete. `names` maps fields at fault to those that the caller knows. `prompt_logprobs` are filled
+        before the first event. Raises TwinlensError."""
         parser = partial(
             OutputParser,
             tool_format(body, self._services.about(self._services.name(body.model))),
@@ -78,7 +78,7 @@ class ChatAnswers:
 async def taken_apart(
     events: AsyncGenerator[llm_pb2.GenerateResponse], parser: Callable[[], OutputParser], n: int = 1
 ) -> AsyncGenerator[ChatEvent]:
-    """The events of `n` choices, whose texts a parser each takes apart."""
+    """The events of `n` choices, each of which is parsed by its own parser."""
     parsers = [parser() for _ in range(n)]
     async with aclosing(events) as each:
         async for said in each:

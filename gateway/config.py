@@ -106,7 +106,7 @@ class GatewayConfig:
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def validate(self) -> None:
-        """Raises ValueError where options contradict each other."""
+        """Raises ValueError if options contradict each other."""
         host, _, port = self.listen.rpartition(":")
         if not (host and is_port(port)):
             raise ValueError("--listen must be HOST:PORT, with a port of at most 65535")
@@ -132,7 +132,7 @@ class GatewayConfig:
         return max(self.request_seconds, self.answer_seconds)
 
     def callers(self) -> Callers:
-        """Who is let in. Raises ValueError where the file of tokens cannot be used."""
+        """The admitted callers. Raises ValueError if the file of tokens cannot be used."""
         return Callers(self.auth_token_file)
 
     def llm_security(self) -> ChannelSecurity:

@@ -1,7 +1,7 @@
-"""One HTTP connection, with the bounds that uvicorn leaves to a proxy: on the time and the size of a request's head, on
-what is left of a body once its answer is out, on how long the end of an answer may wait for a caller who takes nothing,
-and on the number of connections. Besides, what uvicorn does not do for
-callers of HTTP/1.0, for those who wish for another protocol, and for those who speak none."""
+"""One HTTP connection, with bounds that uvicorn leaves to a proxy: on the time and size of a request's head, on the
+rest of a body after its response, on how long the end of a response may wait for a client that reads nothing, and on
+the number of connections. It also handles HTTP/1.0 clients, upgrade requests, and clients that speak another
+protocol."""
 
 from __future__ import annotations
 
@@ -66,9 +66,10 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("the request's head is too long")
 
     def _parse(self, data: bytes) -> None:
-        """Reads on. No other protocol is spoken here, so a request that wishes for one is read again without the wish.
+        """Parses data. Upgrades are not supported, so a request for one is parsed again without it.
 
-        Java's HttpClient has it in every request, and the parser takes what follows such a head for the other protocol.
+        Java's HttpClient asks for one in every request, and the parser treats what follows such a head as the other
+        protocol.
         """
         while True:
             try:
@@ -80,7 +81,7 @@ class Connection(HttpToolsProtocol):
                 self.parser = httptools.HttpRequestParser(self)
 
     def _should_upgrade(self) -> bool:
-        """The head that the parser stands behind is read again; nothing is begun for it before."""
+        """The head is parsed again; nothing has been started for it before."""
         return self.scope["method"] != "CONNECT"
 
     def _head_without_wish(self) -> bytes:
@@ -90,7 +91,7 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join((*lines, b"", b""))
 
     def send_400_response(self, msg: str) -> None:
-        """Says what is wrong, and hangs up; in the middle of an answer it only hangs up."""
+        """Sends an error and closes the connection; in the middle of a response it only closes."""
         cycle: RequestResponseCycle | None = self.cycle
         answering = cycle is not None and cycle.response_started and not cycle.response_complete
         if not answering and not self.pipeline:
@@ -110,7 +111,7 @@ class Connection(HttpToolsProtocol):
         self._wait()
 
     def on_headers_complete(self) -> None:
-        """Whoever answers the request bounds the time of its body."""
+        """From here on the handler bounds the time of the body."""
         self._in_head, self._in_body, self._head = False, True, 0
         self._stop_waiting()
         super().on_headers_complete()
@@ -122,8 +123,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is written; of a body that nobody reads, the rest may come for as long as a head."""
-        self._look_again()  # before the next request begins, which has a look-out of its own
+        """The response is written; the rest of an unread body may take as long as a head."""
+        self._look_again()  # before the next request, which has a timer of its own
         super().on_response_complete()
         if self._in_body:
             self._wait()
@@ -138,7 +139,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def hang_up(self) -> None:
-        """Closes a connection on which no request is under way."""
+        """Closes a connection without a request."""
         if self._idle:
             self.transport.close()
 
@@ -159,7 +160,7 @@ class Connection(HttpToolsProtocol):
         self._timer = StallTolerantTimer(self.head_seconds, self.transport.abort)
 
     def _look_again(self) -> None:
-        """Looks after a while whether the caller has taken anything of what is left of his answer."""
+        """Checks later whether the client has read any of the rest of its response."""
         self._stop_looking()
         if left := self.transport.get_write_buffer_size():
             self._sending = StallTolerantTimer(self.answer_seconds, lambda: self._look(left))
@@ -182,7 +183,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _until_closed(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """For a caller of HTTP/1.0, who knows no chunks: an answer without a length ends with its connection."""
+    """HTTP/1.0 clients know no chunks: a response without a length ends with the connection."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         async def unframed(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Whose API a path is of: how errors are told there, and how callers show their token."""
+"""The API that a path belongs to: the format of its errors, and how callers send their token."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class OpenAI:
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
     """Headers of an answer that name its request."""
     error_event: bytes = b""
-    """The line that names an event which is an error."""
+    """The line that marks an event as an error."""
 
     def tokens(self, headers: Mapping[bytes, str]) -> list[bytes]:
-        """What a caller shows as a token, at least one."""
+        """The tokens in a request's headers, at least one."""
         kind, _, token = headers.get(b"authorization", "").partition(" ")
         return [token.strip().encode("latin-1") if kind.lower() == "bearer" else b""]
 
@@ -44,8 +44,8 @@ class OpenAI:
 
 
 class Anthropic(OpenAI):
-    """Anthropic's, which has no place of its own for the field at fault: the message begins with it, but where clients
-    look for what it begins with."""
+    """Anthropic's API, whose errors have no field for the parameter at fault: the message begins with it, unless
+    clients check the message's beginning."""
 
     id_headers = (b"x-request-id", b"request-id")
     error_event = b"event: error\n"

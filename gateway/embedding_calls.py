@@ -1,4 +1,4 @@
-"""A prompt to be embedded, over LLM services: which of them it is offered to, and where it goes when one fails it."""
+"""Embeds a prompt: chooses LLM services, and another one if a service fails."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from twinlens.v1 import llm_pb2
 
 
 class EmbeddingCalls:
-    """Asks LLM services for embeddings, each in `seconds` at most. Nothing is told before all of one is there, so that
-    a service that goes away takes nothing with it: another one is asked. `on_usage` is told what each has cost, and
-    whom."""
+    """Asks LLM services for embeddings, each within `seconds`. Nothing is sent to the caller before an embedding is
+    complete, so if a service goes away another one is asked. `on_usage` gets the usage and the caller."""
 
     def __init__(self, services: LlmServices, seconds: float, on_usage: Callable[[str, llm_pb2.Usage], None]) -> None:
         self._services = services
@@ -30,7 +29,7 @@ class EmbeddingCalls:
         self._on_usage = on_usage
 
     async def embed(self, request: llm_pb2.EmbedRequest, context: RequestContext) -> llm_pb2.EmbedResponse:
-        """A prompt's embedding, by the service that has met its beginning; where that is down, or ends, by another.
+        """A prompt's embedding, by the service that has seen its beginning, or by another if that one is down or ends.
         Raises TwinlensError."""
         request.cache_salt = context.caller.salt(request.cache_salt)
         key, until = await key_of(request), time.perf_counter() + self._seconds

@@ -18,7 +18,7 @@ LONGEST = 128
 """Characters of a param; a field's name is the caller's own."""
 
 TOO_LONG = "PROMPT_TOO_LONG"
-"""The reason of what a context does not hold; OpenAI's clients know it by a code of its own."""
+"""The reason of a prompt that exceeds the context, for which OpenAI has a code of its own."""
 NOT_SERVED = "FIELD_NOT_SERVED"
 """The reason of a field, or kind, that is not served."""
 _CODES = {TOO_LONG: "context_length_exceeded"}
@@ -26,7 +26,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class TooLarge(InvalidInput):
-    """The body, or what becomes of it, is larger than is taken."""
+    """The body, or the request made from it, is too large."""
 
 
 class Compressed(InvalidInput):
@@ -34,11 +34,11 @@ class Compressed(InvalidInput):
 
 
 class Stalled(TwinlensError):
-    """The rest of the request does not come. The connection is closed: what may still come is no request."""
+    """The rest of the request does not arrive. The connection is closed, since later data would not be a request."""
 
 
 class NoRoute(TwinlensError):
-    """There is nothing at this path, or not by this method."""
+    """There is nothing at this path, or not for this method."""
 
     default_reason = "NOT_FOUND"
 
@@ -49,8 +49,8 @@ class NoRoute(TwinlensError):
 
 
 class NotEverywhere(TwinlensError):
-    """Some LLM services have done what was asked of all of them, or they refused it for different reasons: what came of
-    it by the service's address, None where it was done."""
+    """Some LLM services have done what all were asked to, or they refused it for different reasons: the outcome by the
+    service's address, None if it succeeded."""
 
     default_reason = "NOT_EVERYWHERE"
 
@@ -74,7 +74,7 @@ def status_of(error: TwinlensError) -> int:
         case NotEverywhere():
             return 502
         case Unsupported() if error.reason != Unsupported.default_reason:
-            return 400  # what was asked of a model that does not have it, and not what this release lacks
+            return 400  # the model lacks it; other releases would not help
         case _:
             return int(errors.outcome(error).http)
 
@@ -97,7 +97,7 @@ def headers_of(error: TwinlensError) -> list[tuple[bytes, bytes]]:
 
 
 def code_of(error: TwinlensError) -> str:
-    """What OpenAI's clients know it by."""
+    """The error's `code` in OpenAI's API."""
     return _CODES.get(error.reason, error.reason)
 
 
@@ -107,7 +107,7 @@ def param_in(error: TwinlensError) -> str | None:
 
 
 def body_of(error: TwinlensError) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`; beside it, of what was not done everywhere, `services`."""
+    """`{"error": {"message", "type", "param", "code"}}`; for partial failures with `services` beside it."""
     status = status_of(error)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     said = {"message": error.message, "type": kind, "param": param_in(error), "code": code_of(error)}
@@ -124,7 +124,7 @@ def _services(error: NotEverywhere) -> list[dict[str, str | None]]:
 
 
 def from_validation(error: ValidationError) -> InvalidInput:
-    """What is wrong with a request's body, by its first offence."""
+    """The error for a request's body, from the first violation."""
     first: Any = error.errors(include_url=False, include_input=False)[0]
     field = _path(first["loc"])
     match first["type"]:

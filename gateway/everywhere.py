@@ -1,4 +1,4 @@
-"""What is asked of every LLM service: what came of it at each, and what a caller gets who asked for all of them."""
+"""Requests to all LLM services: their outcomes, and the common result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def asked(service: LlmService, call: Callable[[LlmService], Awaitable[T]]) -> T | TwinlensError:
-    """What a call of one service gave, or what it failed with."""
+    """The result of a call to one service, or its error."""
     try:
         return await call(service)
     except grpc.aio.AioRpcError as error:
@@ -25,8 +25,8 @@ async def asked(service: LlmService, call: Callable[[LlmService], Awaitable[T]])
 
 
 def done_everywhere(outcomes: Mapping[LlmService, T | TwinlensError]) -> dict[LlmService, T]:
-    """What each service gave. Raises what all of them refused it for, or NotEverywhere where only some did, or they
-    refused it for different reasons."""
+    """The results of all services. Raises the common error of all, or NotEverywhere if only some failed, or they failed
+    for different reasons."""
     failed = {service: each for service, each in outcomes.items() if isinstance(each, TwinlensError)}
     if len(failed) == len(outcomes) and len({error.reason for error in failed.values()}) == 1:
         raise next(iter(failed.values()))

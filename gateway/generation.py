@@ -1,4 +1,4 @@
-"""A request over LLM services: which of them it is offered to, and, when one ends under its answer, which goes on."""
+"""A request over LLM services: which of them gets it, and which one continues when a service ends during its answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = log.get("generation")
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 1.0
 """Seconds between looks for a service that can go on with an answer."""
 _STOPPED = "CALL_ENDED"
-"""The reason of a service that stops in order: no request is to blame."""
+"""The reason of a service that stops in order; requests are not to blame."""
 _NOT_COMPILED = "BAD_STRUCTURE", "STRUCTURE_TOO_LARGE"
 
 Outcome: TypeAlias = Literal["taken_over", "too_many", "not_kept", "no_service"]
@@ -46,8 +46,8 @@ class HandoverLimits:
 
 
 class Generations:
-    """Asks LLM services. `on_handover` is told what came of an answer that was broken off, and how long after;
-    `on_usage` what each has cost, and whom."""
+    """Asks LLM services. `on_handover` gets the outcome of an interrupted answer, and its delay; `on_usage` the usage
+    and the caller."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Generations:
         self.on_handover: Final = on_handover
         self.on_usage: Final = on_usage
         self.kept_bytes = 0
-        """Bytes of requests whose answers another service could go on with."""
+        """Bytes of requests that another service could continue."""
 
     async def events(
         self,
@@ -71,11 +71,10 @@ class Generations:
         *,
         otherwise: str = "",
     ) -> AsyncGenerator[Event]:
-        """The events of a generation, as if one service had sent them. One that cannot be reached, or is down, before
-        the first event is passed over for another; one that ends later is followed by another, which goes on with the
-        answer. `on_start` is called with the first event, when the request is no longer held on its caller's account.
-        A schema of the answer that is refused is exchanged for the other one, if any.
-        Closing the iterator ends the call, and the service then stops its work. Raises TwinlensError."""
+        """The events of a generation, as if one service had sent them. If a service cannot be reached before the first
+        event, another one is asked; if it ends later, another one continues the answer. `on_start` is called with the
+        first event, when the request no longer counts as the caller's body. If a schema of the answer is refused, the
+        request is repeated with `otherwise`, if given. Closing the iterator cancels the call. Raises TwinlensError."""
         request.cache_salt = context.caller.salt(request.cache_salt)
         one = _Generation(self, request, await key_of(request), context, on_start, otherwise)
         del request
@@ -115,7 +114,7 @@ class _OtherAnswer(Exception):
 
 @dataclass(slots=True)
 class _Answer:
-    """What was said so far, as far as another service has to know it: the token ids of each choice that goes on."""
+    """The answer so far, as another service needs it: the token ids of each unfinished choice."""
 
     n: int
     begun: bool = False
@@ -134,7 +133,7 @@ class _Answer:
 
     @property
     def usage(self) -> llm_pb2.Usage | None:
-        """What it has cost so far; None while nothing of it is known to be computed."""
+        """Its usage so far; None while nothing is known to be computed."""
         if not self.computed:
             return None
         return llm_pb2.Usage(
@@ -144,7 +143,7 @@ class _Answer:
         )
 
     def add(self, event: Event) -> None:
-        """Takes in what a service has said."""
+        """Takes an event of a service."""
         match event.WhichOneof("event"):
             case "started":
                 self.started = event.started
@@ -160,7 +159,7 @@ class _Answer:
                 pass
 
     def as_told(self, event: Event) -> Event:
-        """What the caller is told of it. What the prompt cost is what the first service said."""
+        """The event for the caller. Usage of the prompt is that of the first service."""
         if not self.handed_over or not event.HasField("finished"):
             return event
         told = Event(finished=event.finished)
@@ -168,7 +167,7 @@ class _Answer:
         return told
 
     def is_of(self, started: llm_pb2.GenerateStarted) -> bool:
-        """Whether a service that is to go on has laid out the same prompt, of the same media."""
+        """Whether a service that is to continue has laid out the same prompt with the same media."""
         one, other = ((each.prompt_tokens, [span.key for span in each.spans]) for each in (self.started, started))
         return one == other
 
@@ -182,8 +181,8 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Pause:
-    """An answer that has stopped: why, where, since when, and until when a service is looked for. `busy` have refused
-    it since the last look; after `delay` seconds they are asked again."""
+    """An interrupted answer: why, where, since when, and until when a service is sought. `busy` services have refused
+    it since the last attempt; after `delay` seconds they are asked again."""
 
     failure: TwinlensError
     address: str
@@ -194,7 +193,7 @@ class _Pause:
 
 
 class _Generation:
-    """One request: what is asked, what was answered, and where it was."""
+    """One request: its message, its answer so far, and the services it was sent to."""
 
     def __init__(
         self,
@@ -220,11 +219,11 @@ class _Generation:
             self._most = min(self._most, request.max_handovers)
         self._kept = 0
         self._handovers = 0
-        self._resumed = 0  # choices that the service which has it now was told of
+        self._resumed = 0  # choices that the current service was told about
         self._gets_on = False  # whether anything came from the service that has it now
         self._offered: list[LlmService] = []  # before it began
-        self._left: list[LlmService] = []  # where it was broken off: others are preferred
-        self._unfit: list[LlmService] = []  # which cannot go on with it
+        self._left: list[LlmService] = []  # services that failed it: others are preferred
+        self._unfit: list[LlmService] = []  # services that cannot continue it
         self._pause: _Pause | None = None
         self._patience = Patience(context)
         self.answer = _Answer(max(1, request.sampling.n), model=request.model)
@@ -237,11 +236,11 @@ class _Generation:
             self._owner.on_usage(self._caller, usage)
 
     def first_service(self) -> LlmService:
-        """Where it is offered first. Raises TwinlensError where nobody can take it."""
+        """The first service to ask. Raises TwinlensError if there is none."""
         return self._services.pick(self.answer.model, self._key)
 
     def open(self, service: LlmService) -> grpc.aio.UnaryStreamCall[Outgoing, Event]:
-        """Asks a service, which is told what there is of the answer. Raises DeadlineExceeded."""
+        """Calls a service, with the answer so far. Raises DeadlineExceeded."""
         assert self._request is not None
         seconds = self._deadline - time.perf_counter()
         if seconds <= 0:
@@ -264,7 +263,7 @@ class _Generation:
         return call
 
     def takes(self, service: LlmService, event: Event) -> bool:
-        """Takes in what a service has said; whether the caller is told. Raises _OtherAnswer."""
+        """Takes an event of a service; returns whether the caller gets it. Raises _OtherAnswer."""
         if not self.answer.begun:
             self.answer.begun = True
             self.answer.model = self.answer.model or service.model
@@ -285,7 +284,7 @@ class _Generation:
         return True
 
     def _keep(self) -> None:
-        """Keeps the request for another service, where it may be handed over, and there is room."""
+        """Keeps the request for another service, if a handover is allowed and there is room."""
         assert self._request is not None
         size = self._request.ByteSize()
         if self._most and self._owner.kept_bytes + size <= self._owner.limits.kept_bytes:
@@ -295,8 +294,8 @@ class _Generation:
             self._request = None
 
     async def next_service(self, service: LlmService, failure: TwinlensError | None) -> LlmService:
-        """Where it is asked next, after this one failed it, or has begun on another answer (no failure). Raises
-        TwinlensError where it is asked nowhere."""
+        """The next service to ask, after this one has failed or has begun a different answer (no failure). Raises
+        TwinlensError if there is none."""
         if self._pause is None:
             assert failure is not None
             if self._has_other_form(failure):
@@ -327,7 +326,7 @@ class _Generation:
         return True
 
     def _broken_off(self, service: LlmService, failure: TwinlensError) -> _Pause:
-        """The answer has stopped. Raises the failure where another service would fare no better, or is not wanted."""
+        """The answer is interrupted. Raises the failure if another service would not help, or is not wanted."""
         if not self._most or not isinstance(failure, Unavailable) or not may_fare_better(failure):
             raise failure
         self._left.append(service)
@@ -337,11 +336,11 @@ class _Generation:
         return _Pause(failure, service.address, now, now + self._owner.limits.seconds)
 
     def _refused(self, pause: _Pause, service: LlmService, failure: TwinlensError | None) -> None:
-        """A service that was to go on does not. Raises the failure where that is no service's."""
+        """A service that was to continue does not. Raises the failure if no service is to blame."""
         match failure:
             case DeadlineExceeded() | Cancelled():
                 raise failure
-            case Unavailable(reason="STREAM_INTERRUPTED"):  # it may have ended by what it was asked
+            case Unavailable(reason="STREAM_INTERRUPTED"):  # the request may have killed it
                 self._left.append(service)
                 self._handovers += 1
             case Unavailable() if not may_fare_better(failure):
@@ -366,7 +365,7 @@ class _Generation:
             elif time.perf_counter() >= pause.until:
                 raise self._given_up(pause, "no_service")
             else:
-                # Many answers stop at once; they do not all ask again at once.
+                # Many answers stop at once; they should not all ask again at once.
                 await asyncio.sleep(pause.delay * random.uniform(0.5, 1.0))
                 pause.delay = min(2 * pause.delay, _LONGEST_DELAY)
                 pause.busy.clear()
@@ -386,7 +385,7 @@ class _Generation:
         )
 
     def _given_up(self, pause: _Pause, outcome: Outcome) -> TwinlensError:
-        """What the answer ends with: why it stopped."""
+        """The error that the answer ends with: why it was interrupted."""
         seconds = time.perf_counter() - pause.begun
         self._owner.on_handover(outcome, seconds)
         _log.warning(

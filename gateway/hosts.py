@@ -1,5 +1,5 @@
-"""Names by which a gateway lets itself be asked. A web page can have its own name stand for the caller's machine, where
-a gateway that needs no token would answer it: to the browser, both are of one origin."""
+"""Host names that a gateway accepts. A web page can point its own name to the client's machine, where a gateway without
+tokens would answer it, since the browser sees one origin."""
 
 from __future__ import annotations
 

@@ -21,32 +21,32 @@ _log = log.get("adapters")
 _SECONDS = 300.0
 """The longest that a service may take to read an adapter from its disk."""
 _UNLOAD_SECONDS = 10.0
-"""And to take a name away, for which it waits for nothing."""
+"""Seconds for unloading, which waits for nothing."""
 _LOOK_SECONDS = 1.0
-"""From one look for services that lack something to the next: as often as each is asked what it has."""
+"""Seconds between checks for services that lack something: as often as each is asked what it has."""
 _AT_ONCE = 4
 """Services that are brought something at the same time, each one adapter after the other."""
 _MOST_FAILURES = 6
-"""Tries of one order at a service that can serve, before it is given up there."""
+"""Attempts of one order at a service that can serve, before it is given up there."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-"""Seconds behind a try that has failed: twice as many each time, and a fifth more or less, so that gateways part."""
+"""Seconds after a failed attempt: doubled each time, and varied by a fifth so that gateways do not act at once."""
 _MOST_KEPT = 1024
-"""Adapters, of which the one that was loaded first is forgotten for a further one."""
+"""Adapters; beyond that, the one loaded first is forgotten."""
 
 Change = Callable[[LlmService], Awaitable[object]]
 Outcome = Literal["done", "failed", "refused", "given_up"]
 _PASSING = (Unavailable, DeadlineExceeded, Cancelled, Internal)
-"""What a further try may not meet. Everything else a service has decided."""
+"""Errors that a further attempt may avoid. All others are final."""
 
 
 def load(name: str, path: str, metadata: Metadata) -> Change:
-    """What has a service load an adapter."""
+    """Loads an adapter at a service."""
     request = llm_pb2.LoadAdapterRequest(name=name, path=path)
     return lambda service: service.channels.stub.LoadAdapter(request, timeout=_SECONDS, metadata=tuple(metadata))
 
 
 def unload(name: str, metadata: Metadata) -> Change:
-    """What has a service unload one."""
+    """Unloads an adapter at a service."""
     request = llm_pb2.UnloadAdapterRequest(name=name)
     return lambda service: service.channels.stub.UnloadAdapter(
         request, timeout=_UNLOAD_SECONDS, metadata=tuple(metadata)
@@ -55,7 +55,7 @@ def unload(name: str, metadata: Metadata) -> Change:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kept:
-    """An adapter that is to be at every service of model `base`, from a folder below their `--lora-dir`."""
+    """An adapter that every service of model `base` should have, from a folder below `--lora-dir`."""
 
     base: str
     name: str
@@ -64,9 +64,9 @@ class Kept:
 
 @dataclass(eq=False, slots=True)
 class _Service:
-    """What is known of one service since it last came (`came`): the adapters that nothing more is to be done about, as
-    it has or refuses them; names that it is still to unload; and how its last tries went. One change at a time; a
-    caller's last one ended when it had come `changed` times."""
+    """The state of one service since it last came (`came`): adapters that are settled there, loaded or refused; names
+    still to unload; and the result of its last attempts. One change at a time; the last one of a caller ended when it
+    had come `changed` times."""
 
     came: int = 0
     changed: int = -1
@@ -79,9 +79,9 @@ class _Service:
 
 
 class KeptAdapters:
-    """What callers have asked for, in memory, and what each service has of it.
+    """The adapters that callers have asked for, in memory, and which of them each service has.
 
-    A service is brought what it lacks when it comes, once: what someone unloads there afterwards stays unloaded.
+    A service that comes is brought once what it lacks; if somebody unloads an adapter there later, it stays unloaded.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class KeptAdapters:
 
     @property
     def missing(self) -> int:
-        """Of these, how often one is not at a service that can serve, whatever the reason."""
+        """How many of these are missing at services that can serve, for any reason."""
         return sum(
             kept.base == service.model and kept.name not in service.adapters
             for service in self._services.usable
@@ -115,7 +115,7 @@ class KeptAdapters:
         )
 
     def keep(self, kept: Kept, outcomes: dict[LlmService, TwinlensError | None]) -> None:
-        """Has services that come later, and those at which loading has failed for now, brought an adapter."""
+        """Keeps an adapter for services that come later, and for those where loading has failed for now."""
         self._kept.pop((kept.base, kept.name), None)
         self._kept[kept.base, kept.name] = kept
         for service, error in outcomes.items():
@@ -127,25 +127,25 @@ class KeptAdapters:
             _log.warning("an adapter is no longer kept, there are too many", adapter=oldest.name[:128])
 
     def find(self, base: str, name: str) -> Kept | None:
-        """What is kept under a name ("": over any model)."""
+        """The adapter kept under a name ("": for any model)."""
         return next((kept for (over, own), kept in self._kept.items() if own == name and base in ("", over)), None)
 
     def forget(self, base: str, name: str) -> bool:
-        """Nobody is brought this adapter any more ("": over any model). Whether it was kept."""
+        """Stops keeping an adapter ("": for any model). Returns whether it was kept."""
         keys = [key for key in self._kept if key[1] == name and base in ("", key[0])]
         for key in keys:
             del self._kept[key]
         return bool(keys)
 
     def owe(self, name: str, outcomes: dict[LlmService, TwinlensError | None]) -> None:
-        """Has services at which unloading has failed for now unload it when they can."""
+        """Has services where unloading has failed for now unload it later."""
         for service, error in outcomes.items():
             if isinstance(error, _PASSING) and len(owed := self._state(service).owed) < _MOST_KEPT:
                 owed.add(name)
 
     async def change(self, service: LlmService, change: Change, *, loads: str = "") -> TwinlensError | None:
-        """Changes one service, behind what is under way there, and knows at once what it has then. `loads`: the name
-        that is loaded; what the service is still to unload under it goes first."""
+        """Changes one service, after changes in progress there, and updates its state. `loads`: the name being loaded;
+        a pending unload of that name comes first."""
         state = self._state(service)
         async with state.changing:
             error: TwinlensError | None = None
@@ -172,7 +172,7 @@ class KeptAdapters:
 
     @asynccontextmanager
     async def brought(self) -> AsyncIterator[None]:
-        """Brings services what they lack, for the length of the block."""
+        """Brings services what they lack, for the duration of the context."""
         looking = tasks.start(self._keep_looking(), "bring adapters")
         try:
             yield
@@ -189,7 +189,7 @@ class KeptAdapters:
             await asyncio.sleep(self._look_seconds)
 
     def _look(self) -> None:
-        """Starts bringing something to services that lack it, as far as there is room and their pauses are over."""
+        """Starts work for services that lack something, if there is room and their pauses are over."""
         for gone in self._states.keys() - set(self._services.services):
             state = self._states.pop(gone)
             if state.task is not None:
@@ -206,7 +206,7 @@ class KeptAdapters:
         return self._states.setdefault(service, _Service(service.came))
 
     def _current(self, service: LlmService) -> _Service:
-        """Its state; of one that has come since, all is to be done again."""
+        """A service's state; reset if it has come again."""
         state = self._state(service)
         if state.came != service.came:
             state.came, state.failures, state.due = service.came, 0, 0.0
@@ -214,8 +214,8 @@ class KeptAdapters:
         return state
 
     def _lacking(self, service: LlmService) -> list[Kept]:
-        """What a service that can serve is still to be brought. What it has is decided, whoever had it loaded, unless
-        it is to unload that."""
+        """The adapters that a service lacks. Whatever it has is settled, whoever loaded it, unless it should be
+        unloaded."""
         state = self._current(service)
         state.decided &= set(self._kept.values())
         open_ = [each for each in self._kept.values() if each.base == service.model and each not in state.decided]
@@ -229,7 +229,7 @@ class KeptAdapters:
         return any(each.name == name for service in self._services.usable for each in self._lacking(service))
 
     async def _bring(self, service: LlmService, state: _Service) -> None:
-        """Unloads and loads at one service what it is asked to, until something fails for now, or it goes."""
+        """Unloads and loads what one service should, until something fails for now, or it goes."""
         metadata, came = self._services.metadata, service.came
         for name in sorted(state.owed):
             async with state.changing:
@@ -255,7 +255,7 @@ class KeptAdapters:
                 state.decided.add(kept)
 
     def _tried(self, verb: str, name: str, service: LlmService, state: _Service, error: TwinlensError | None) -> bool:
-        """Tells what came of a try. Whether no other follows."""
+        """Records the result of an attempt. Returns whether no other follows."""
         outcome: Outcome = "done" if error is None else "refused"
         if isinstance(error, _PASSING):
             state.failures += 1

@@ -1,4 +1,4 @@
-"""What services have measured, as JSON: where a request's time went, and load."""
+"""Measurements of services as JSON: where a request's time went, and load."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from twinlens.v1 import llm_pb2
 
 
 def timings(started: llm_pb2.GenerateStarted, finished: llm_pb2.GenerateFinished) -> dict[str, Any]:
-    """Where the time went until this choice, the last one, ended; of each picture and video, by its place in the
-    request, its rows and whether an encoder had them."""
+    """Where the time went until the last choice ended; and for each medium, by its place in the request, its rows and
+    whether an encoder had them."""
     spans = sorted(started.spans, key=lambda span: span.item)
     return {
         "stages": [fields_of(stage) for stage in finished.timings],
@@ -20,7 +20,7 @@ def timings(started: llm_pb2.GenerateStarted, finished: llm_pb2.GenerateFinished
 
 
 def fields_of(message: Message) -> dict[str, Any]:
-    """A message of numbers, texts and lists of such messages, by the names of the contract; None: it is not known."""
+    """A message of numbers, texts and lists of such messages, with the contract's names; None if it is unknown."""
 
     fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:

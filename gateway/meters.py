@@ -1,4 +1,4 @@
-"""What the gateway tells Prometheus."""
+"""The gateway's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twinlens.v1 import llm_pb2
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is under way: requests, connections, bytes of bodies and of requests that are kept."""
+    """What is in progress: requests, connections, bytes of bodies and of kept requests."""
 
     requests: int
     connections: int
@@ -58,7 +58,7 @@ class Meters:
         self._first = self.metrics.histogram("first_byte_seconds", "time to an answer's first byte", ("surface",))
 
     def watch(self, state: Callable[[], State], services: LlmServices, kept: KeptAdapters) -> None:
-        """Has scrapes read what is under way."""
+        """Reads, at every scrape, what is in progress."""
         self.metrics.read(
             lambda: [
                 gauge("open_requests", "requests under way", state().requests),
@@ -84,7 +84,7 @@ class Meters:
         self._first.labels(surface).observe(seconds)
 
     def handover(self, outcome: str, seconds: float) -> None:
-        """An answer's LLM service has ended, and so many seconds later another went on with it, or none."""
+        """An answer's LLM service has ended, and after so many seconds another one has continued it, or none."""
         self._handovers.labels(outcome).inc()
         if outcome == "taken_over":
             self._pauses.observe(seconds)
@@ -94,7 +94,7 @@ class Meters:
         self._adapter_changes.labels(change, outcome).inc()
 
     def used(self, caller: str, usage: llm_pb2.Usage) -> None:
-        """A prompt has cost this, and what was answered to it."""
+        """The usage of a prompt and its answer."""
         if caller:
             for kind, tokens in (
                 ("prompt", usage.prompt_tokens),
@@ -104,7 +104,7 @@ class Meters:
                 self._callers_tokens.labels(caller, kind).inc(tokens)
 
     def ended(self, surface: str, status: int, seconds: float, caller: str) -> None:
-        """A request is over; 499: its caller has left. `caller` is its name, where it has one."""
+        """A request has ended; 499: its client has left. `caller` is its name, if it has one."""
         self._requests.labels(surface, str(status)).inc()
         if caller:
             self._callers_requests.labels(caller, surface, str(status)).inc()
@@ -112,7 +112,7 @@ class Meters:
 
 
 def _told(services: LlmServices) -> list[Metric]:
-    """What services have said of their load a second ago at most, whoever it is from."""
+    """The services' load as of at most a second ago."""
     shares: dict[tuple[str, ...], float] = {}
     waiting: dict[tuple[str, ...], float] = {}
     running: dict[tuple[str, ...], float] = {}

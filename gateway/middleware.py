@@ -1,5 +1,5 @@
-"""What surrounds every request: the token, the limits, the body, the request's id, the time that it has, a caller who
-leaves, and errors turned into answers. Handlers just raise; here, and nowhere else, an error becomes an answer."""
+"""Surrounds every request: token, limits, body, request id, time limit, disconnects, and errors. Handlers just raise;
+errors become responses here and nowhere else."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ _log = log.get("middleware")
 
 _JSON: Final = (b"content-type", b"application/json")
 _OPEN = ("/health", "/ping", "/metrics", "/version", "/page/")
-"""Paths, beside the page's own, that neither need a token nor count as requests."""
+"""Paths, besides the page's own, that need no token and do not count as requests."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LEFT_STATUS = 499
 _LONGEST_TRACE = 512
-"""Characters of a trace context's header that is sent on: as many as W3C asks for. gRPC fails calls with kilobytes."""
+"""Longest trace context header that is passed on, in characters: W3C's minimum. gRPC fails calls with kilobytes of
+it."""
 
 
 class RequestMiddleware:
@@ -120,14 +121,14 @@ class RequestMiddleware:
             )
 
     async def _open(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, str]) -> None:
-        """Answers what everybody may ask."""
+        """Answers requests that everybody may make."""
         self._check_host(headers)
         await self._app(scope, receive, send)
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, context: RequestContext, headers: dict[bytes, str]
     ) -> None:
-        """Lets a request in, and the application answer it for as long as the caller is there."""
+        """Admits a request, and runs the application as long as the client is there."""
         self._check(context, headers)
         try:
             context.body = await self._body(receive, headers, context.body_lease)
@@ -142,7 +143,7 @@ class RequestMiddleware:
             context.body_lease.release()
 
     def _check(self, context: RequestContext, headers: dict[bytes, str]) -> None:
-        """Raises what a request is refused with before any of its body is taken."""
+        """Raises the refusal of a request, if any, before its body is read."""
         self._check_host(headers)
         caller = self._callers.known(context.dialect.tokens(headers))
         if caller is None:
@@ -192,12 +193,12 @@ class RequestMiddleware:
     async def _guarded(
         self, scope: Scope, send: Send, context: RequestContext, serve: Callable[[Send], Awaitable[None]]
     ) -> None:
-        """Runs `serve`, in the time that a request has, and answers with whatever error ends it."""
+        """Runs `serve` within the request's time limit, and responds with any error."""
         out = _BoundedSend(send, context, scope["extensions"][ABORT], self._config.answer_stall_seconds)
         try:
             error = await self._outcome(context, serve(out))
             if error is not None:
-                # What led to it holds the body; as a part of a circle it would do so until garbage is looked for.
+                # Its causes hold the body; as part of a cycle they would do so until garbage collection.
                 error.__traceback__ = error.__context__ = None
                 context.cause = error
                 tracing.failed(error.reason)
@@ -230,9 +231,9 @@ class RequestMiddleware:
 
 
 class _BoundedSend:
-    """Sends an answer: each part in bounded time, and the request's id with the first.
+    """Sends a response: each part in bounded time, and the request id with the first.
 
-    One timer looks after all parts: a part is one token, and a timer for each costs as much as what it is for.
+    One timer serves all parts: a part is one token, and a timer for each would cost as much as sending it.
     """
 
     def __init__(self, send: Send, context: RequestContext, abort: Callable[[], None], seconds: float) -> None:
@@ -250,7 +251,7 @@ class _BoundedSend:
         self._timer.cancel()
 
     def _look(self) -> None:
-        """Gives a caller up who has taken nothing of a part for too long; looks again when that could next be."""
+        """Gives up on a client that has read nothing of a part for too long; otherwise schedules the next check."""
         now = self._loop.time()
         since = now if self._sending_since is None else self._sending_since
         if now - since < self._seconds:
@@ -274,7 +275,7 @@ class _BoundedSend:
         self._sending_since = None
 
     async def fail(self, error: TwinlensError) -> None:
-        """Answers with an error: as such, or, where a stream of events has begun, as its last event."""
+        """Responds with an error: as a response, or as the last event of a stream that has begun."""
         if isinstance(error, Cancelled) and error.reason == Cancelled.default_reason:
             self._context.status = _LEFT_STATUS
             self._abort()
@@ -298,14 +299,14 @@ class _BoundedSend:
 
 
 async def _end_on_disconnect(receive: Receive, context: RequestContext) -> None:
-    """Ends a request whose caller has left."""
+    """Ends a request whose client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
     context.end(Cancelled("the caller has left"))
 
 
 def _trace_context(headers: dict[bytes, str]) -> list[tuple[str, str]]:
-    """The caller's trace context, where it can be sent on."""
+    """The client's trace context, if it can be passed on."""
     found = ((name, headers.get(name.encode(), "")) for name in ("traceparent", "tracestate"))
     return [
         (name, value)

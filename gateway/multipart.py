@@ -1,4 +1,4 @@
-"""Forms with a file, `multipart/form-data`: as what they should be, in memory."""
+"""Forms with a file, `multipart/form-data`, parsed in memory into their type."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MOST_FIELDS: Final = 64
 _LONGEST_FIELD: Final = 1 << 20
 """Bytes of a field that is no file."""
 _CHARSETS: Final = (b"utf-8", b"utf8", b"us-ascii", b"iso-8859-1")
-"""What texts may be written in: decoders of Python's that are named otherwise take half a minute for a megabyte."""
+"""Allowed charsets: some other decoders of Python take half a minute for a megabyte."""
 _PIECE: Final = 256 << 10
-"""Bytes that are read at once; then others get their turn."""
+"""Bytes parsed at a time, after which other requests get a turn."""
 
 Fields = TypeVar("Fields", bound=BaseModel)
 
@@ -34,8 +34,8 @@ class _InMemory(MultiPartParser):
 
 
 async def read_form(context: RequestContext, headers: Headers, kind: type[Fields], file: str) -> tuple[Fields, bytes]:
-    """A form's fields, and what is in the file of this name. Of a list, `name[]`, all values stand with commas between
-    them. Raises InvalidInput, which says what is wrong and where."""
+    """A form's fields, and the content of the file with this name. The values of a list, `name[]`, are joined by
+    commas. Raises InvalidInput, which names the field."""
     body, context.body = context.body, b""
     kind_of_body, parameters = parse_options_header(headers.get("content-type", ""))
     if kind_of_body != b"multipart/form-data":

@@ -1,7 +1,7 @@
-"""Takes apart what a model says: its reasoning, its words, and the calls that it makes.
+"""Parses a model's output: reasoning, text and calls.
 
-Text comes in pieces of any length, and what is made of it is the same wherever it is cut. A call that is not well
-formed is the model's words, as it wrote them; a stream may have told its beginning before.
+Output comes in pieces of any length, and the result does not depend on where it is cut. A malformed call is text, as
+the model wrote it; a stream may have reported its beginning before.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from gateway.tool_parsers.tool_parser import Call, Functions, Reader, Stretch
 from twinlens.v1 import llm_pb2
 
 THINK: Final = ("<think>", "</think>")
-"""The marks around a model's reasoning, where its service does not tell them."""
+"""The marks around a model's reasoning, if its service does not tell them."""
 _PIECE: Final = 1024
-"""Characters that are looked at together: what a mark stands in is copied, and searched for others, no more often."""
+"""Characters parsed at a time: a buffer with a mark is copied, and searched again, no more often."""
 _TRIES: Final = 8
 """Calls without an end that are looked for to the end of an answer: each reads all that follows once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What the model says."""
+    """Text of the model."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """What it thinks."""
+    """Reasoning of the model."""
 
     text: str
 
@@ -55,17 +55,18 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallLeftOpen:
-    """The last call was begun and is none, what it is in words comes next; or it had to be made and is cut off."""
+    """The last call was begun and is malformed, so its words follow as text; or the call was required and is cut
+    off."""
 
 
 Piece = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta | CallLeftOpen
 
 
 class OutputParser:
-    """Takes one choice's text apart. `functions` are the schemas of what may be called, by name; `single` lets the
-    first call stand alone; `constrained`: the answer must have a form, which leaves no room for reasoning but for that
-    which the prompt has begun, and so does a form in whose `form_text` its mark is; `calls_or_form`: it has its form,
-    or is calls; `streams`: calls are told before their ends."""
+    """Parses one choice. `functions` are the schemas of the callable functions, by name; `single` allows one call only;
+    `constrained`: the answer has a form, which leaves no room for reasoning except that which the prompt has begun, or
+    for which the form has its mark in `form_text`; `calls_or_form`: it has its form, or is calls; `streams`: calls are
+    reported before they are complete."""
 
     def __init__(
         self,
@@ -89,20 +90,20 @@ class OutputParser:
         self._step = self._answer if constrained else self._beginning
         self._form_text = form_text
         self._marks = THINK
-        self._waiting: list[str] = []  # for what is held to be taken apart; the last is the first
+        self._waiting: list[str] = []  # to be parsed after what is held; the last is the first
         self._gap: list[str] = []  # white space before what is held
         self._held = ""
         self._tries = 0
         self._before = ""  # the mark of a call that is read, and white space before it
         self._reader: Reader | None = None
-        self._begun: BegunCall | None = None  # the same call, where streams tell of it
+        self._begun: BegunCall | None = None  # the same call, as reported to streams
         self._sectioned = 0  # calls before the section that is read
         self._cut = False
         self._told: list[str] = []  # of arguments that are the answer
         self.calls = 0
 
     def begin(self, started: llm_pb2.GenerateStarted) -> None:
-        """Before the first text: the marks around the model's reasoning, and whether the text begins inside of it."""
+        """Called before the first text, with the marks around reasoning, and whether the text begins inside it."""
         if started.reasoning_unread:
             self._step = self._answer
             return
@@ -113,12 +114,12 @@ class OutputParser:
             self._step = self._answer
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain with this text."""
+        """What this text completes."""
         self._waiting.append(text)
         return self._go_on(last=False)
 
     def end(self, *, cut: bool = False) -> list[Piece]:
-        """What is left when there is no more; whether the answer was as long as it may be, and is no whole one."""
+        """What is left at the end; `cut`: the answer has reached its maximum length."""
         self._cut = cut
         return self._go_on(last=True)
 
@@ -142,13 +143,13 @@ class OutputParser:
         self._held = held
 
     def _drop(self, size: int) -> None:
-        """This much of what is held is done with."""
+        """Drops this much of what is held."""
         if rest := self._held[size + _PIECE :]:
             self._waiting.append(rest)
         self._held = self._held[size : size + _PIECE]
 
     def _hold_blanks(self) -> None:
-        """Of what is held, white space at the beginning is known as such."""
+        """Counts white space at the beginning of what is held."""
         said = self._held.lstrip()
         if blanks := self._held[: len(self._held) - len(said)]:
             self._gap.append(blanks)
@@ -188,7 +189,7 @@ class OutputParser:
         return True
 
     def _reasoning(self, out: list[Piece], *, last: bool) -> bool:
-        """Up to its end mark, or in some forms to a call; line ends beside the marks belong to them."""
+        """Reasoning up to its end mark, or in some forms to a call; newlines beside the marks belong to these."""
         places = [(place, mark) for mark in self._ends if (place := self._held.find(mark)) >= 0]
         if places:
             place, mark = min(places)
@@ -214,12 +215,12 @@ class OutputParser:
 
     @property
     def _ends(self) -> tuple[str, ...]:
-        """What ends reasoning."""
+        """The texts that end reasoning."""
         calls = self._parser is not None and self._parser.ends_reasoning is not None
         return (self._marks[1], self._mark) if calls else (self._marks[1],)
 
     def _call_while_thinking(self, out: list[Piece], *, last: bool) -> bool:
-        """What stands behind the mark of a call in reasoning: a call, which ends it, or more of it, maybe to its end
+        """After the mark of a call inside reasoning: a call, which ends it, or more reasoning, maybe up to its end
         mark."""
         assert self._parser is not None
         self._reader = self._reader or self._parser.reader(self._functions)
@@ -252,8 +253,7 @@ class OutputParser:
         return True
 
     def _calls_or_form(self, out: list[Piece], *, last: bool) -> bool:  # noqa: ARG002
-        """An answer that must have a form, which may have marks of calls in its texts, or is calls from its first sign
-        on."""
+        """An answer with a form, whose texts may contain marks of calls, or calls from its first character on."""
         self._hold_blanks()
         if self._mark.startswith(self._held) and self._held != self._mark and not last:
             return False
@@ -295,7 +295,7 @@ class OutputParser:
         return False
 
     def _section(self, out: list[Piece], *, last: bool) -> bool:
-        """Before a call, or the end, of a section; what is neither is words."""
+        """Before a call, or the end of a section of calls; anything else is text."""
         assert self._parser is not None
         assert self._parser.section is not None
         self._hold_blanks()
@@ -315,7 +315,7 @@ class OutputParser:
         return True
 
     def _call(self, out: list[Piece], *, last: bool) -> bool:
-        """What stands behind the mark of a call, or is the whole answer."""
+        """After the mark of a call, or an answer that is a call as a whole."""
         assert self._parser is not None
         self._reader = self._reader or self._parser.reader(self._functions)
         if self._streams and not (self._single and self.calls):
@@ -339,7 +339,7 @@ class OutputParser:
         return True
 
     def _tell(self, out: list[Piece], begun: BegunCall) -> None:
-        """What is certain of a call that may go on."""
+        """Reports what is certain of an incomplete call."""
         was_named = bool(begun.name)
         more = begun.more(self._held)
         if begun.name and not was_named:
@@ -369,7 +369,7 @@ class OutputParser:
         return False
 
     def _arguments(self, out: list[Piece], *, last: bool) -> bool:
-        """The answer is a call's arguments; those that a stop text ends are words."""
+        """The answer is a call's arguments; arguments ended by a stop text are text."""
         if not last and not self._streams:
             return False
         self._told.append(self._held)

@@ -12,7 +12,7 @@ from twinlens.v1 import llm_pb2
 
 @dataclass(slots=True)
 class CollectedLogprobs:
-    """How likely a prompt's tokens were, by place, from the second token on: before the first there is nothing."""
+    """The log-probabilities of a prompt's tokens, by position, from the second token on."""
 
     _told: dict[int, tuple[int, llm_pb2.TokenLogprobs]] = field(default_factory=dict)
 
@@ -36,7 +36,7 @@ class CollectedLogprobs:
 async def collected(
     events: AsyncGenerator[llm_pb2.GenerateResponse], logprobs: CollectedLogprobs
 ) -> AsyncGenerator[llm_pb2.GenerateResponse]:
-    """The other events of an answer, from `started` on, which comes when all logprobs of its prompt are there."""
+    """The other events of an answer, from `started` on, which is held back until all prompt logprobs have arrived."""
     started: llm_pb2.GenerateResponse | None = None
     async with aclosing(events) as each:
         async for said in each:

@@ -1,5 +1,5 @@
-"""Prompts of requests that have several: how many of them are at LLM services at once, and whose is next. A request
-with one prompt is behind none of them."""
+"""Prompts of requests with several: how many of them are at LLM services at once, and whose is next. A request with one
+prompt waits for none of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.1, 2.0
 
 
 class PromptTurns:
-    """Of one request `each` prompts are out at once, of all of them `most`; the next turn is that of the request that
-    has fewest out."""
+    """At most `each` prompts of one request are in progress at once, and `most` of all; the next turn goes to the
+    request with the fewest."""
 
     def __init__(self, each: int, most: Callable[[], int]) -> None:
         self._each = each
@@ -34,7 +34,7 @@ class PromptTurns:
         self._waiting: dict[Batch, deque[asyncio.Future[None]]] = {}
 
     def batch(self, context: RequestContext, prompts: int) -> Batch:
-        """The prompts of one request; where it has several, one that is refused for want of room is asked again."""
+        """The prompts of one request; if it has several, a prompt refused for want of room is asked again."""
         context.has_several = prompts > 1
         return Batch(self, min(self._each, prompts) if prompts > 1 else 0)
 
@@ -70,7 +70,8 @@ class PromptTurns:
                 batch.out += 1
 
     def _forget(self, batch: Batch) -> None:
-        """One that waits for nothing any more. Of those with as many out, whoever waits again comes last."""
+        """Forgets a request that waits for nothing. Of those with equally many in progress, one that waits again comes
+        last."""
         waiting = self._waiting.pop(batch)
         if waiting:
             self._waiting[batch] = waiting
@@ -78,8 +79,7 @@ class PromptTurns:
 
 @dataclass(frozen=True, slots=True)
 class PromptBatches:
-    """Requests with several prompts: by which `turns` these go out, how many there may be, and of how many bytes
-    together."""
+    """Requests with several prompts: their `turns`, the most prompts, and the most bytes of all together."""
 
     turns: PromptTurns
     max_prompts: int
@@ -87,7 +87,7 @@ class PromptBatches:
 
 
 class Batch:
-    """The prompts of one request, `most` of which are out at once; 0: it has one, which waits for no turn."""
+    """The prompts of one request, `most` of which are in progress at once; 0: it has one, which waits for no turn."""
 
     def __init__(self, turns: PromptTurns, most: int) -> None:
         self._turns = turns
@@ -95,7 +95,7 @@ class Batch:
         self.out = 0
 
     async def each(self, ask: Callable[[Item], Awaitable[Answer]], items: Sequence[Item]) -> list[Answer]:
-        """What is answered to each; the first error ends the others."""
+        """The answer to each item; the first error cancels the others."""
         answers: dict[int, Answer] = {}
         left = iter(enumerate(items))
 
@@ -172,9 +172,9 @@ class Patience:
         self._delay = _FIRST_DELAY
 
     async def wait(self, failure: TwinlensError) -> None:
-        """Returns when it may be asked again. Raises the failure where that does not help, or there is no time."""
+        """Waits until it may be asked again. Raises the failure if waiting does not help, or there is no time."""
         room = isinstance(failure, Exhausted) and may_fare_better(failure)
         if not (self._context.has_several and room and self._delay < self._context.seconds_left):
             raise failure
-        await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # those that were refused together part
+        await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # so that refused prompts do not all return at once
         self._delay = min(2 * self._delay, _LONGEST_DELAY)

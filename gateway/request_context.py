@@ -1,4 +1,4 @@
-"""One request under way, as whoever answers it knows it: its body, its id, the time that it has."""
+"""One request in progress, as its handler knows it: body, id, and remaining time."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from gateway.dialect import OpenAI
 from gateway.errors import TooLarge, from_validation
 
 SCOPE_KEY = "twinlens.request"
-"""Where a request's `RequestContext` is in its scope."""
+"""The key of a request's `RequestContext` in its scope."""
 _SMALL_BODY = 256 << 10
 """Bytes of a body that is read on the event loop; a larger one is read, and taken further, in a thread."""
 _LARGE_BODY = 8 << 20
-"""Bytes of a body after which free memory goes back to the system, and"""
+"""Bytes of a body after which free memory is returned to the system, and"""
 _TIDY_SECONDS = 1.0
-"""how soon: by then nobody has any of it."""
+"""the delay: by then nobody holds any of it."""
 _MOST_MARKS = 1 << 20
-"""Commas and brackets of a body: what has more of them would take hundreds of times its size once it is read."""
+"""Commas and brackets in a body; with more of them, parsing would take hundreds of times its size."""
 
 Body = TypeVar("Body", bound=BaseModel)
 Made = TypeVar("Made")
 
 
 class BodyBudget:
-    """Bytes of all bodies that are held, of which there may be `limit`."""
+    """Bytes of all bodies in memory, at most `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.bytes = 0
@@ -43,14 +43,15 @@ class BodyBudget:
         self._tidying = False
 
     def tidy(self) -> None:
-        """A large body is let go. It came in small pieces: unless asked to, the allocator may keep what they took."""
+        """A large body is released. It came in small pieces, whose memory the allocator may keep unless asked to return
+        it."""
         if not self._tidying:
             self._tidying = True
             asyncio.get_running_loop().call_later(_TIDY_SECONDS, self._tidy)
 
     def _tidy(self) -> None:
         self._tidying = False
-        tasks.in_daemon_thread(give_back)  # beside the event loop: it takes its time
+        tasks.in_daemon_thread(give_back)  # off the event loop, since it takes time
 
 
 class BodyLease:
@@ -61,14 +62,14 @@ class BodyLease:
         self.bytes = 0
 
     def take(self, count: int) -> None:
-        """Raises Exhausted where all bodies together are too large."""
+        """Raises Exhausted if all bodies together are too large."""
         self.bytes += count
         self._budget.bytes += count
         if self._budget.bytes > self._budget.limit:
             raise Exhausted("requests hold too many bytes", reason="TOO_MANY_BYTES")
 
     def release(self) -> None:
-        """Nothing of it is held any more."""
+        """The body is released."""
         if self.bytes >= _LARGE_BODY:
             self._budget.tidy()
         self._budget.bytes -= self.bytes
@@ -77,7 +78,7 @@ class BodyLease:
 
 @dataclass(eq=False, slots=True)
 class RequestContext:
-    """One request under way. `metadata` is what goes along to the LLM service with it, `caller` who is let in."""
+    """One request in progress. `metadata` is passed on to the LLM service, `caller` is the authenticated caller."""
 
     id: str
     metadata: Sequence[tuple[str, str]]
@@ -93,14 +94,14 @@ class RequestContext:
     first_byte: float = 0.0
     streams: bool = False
     failing: Callable[[TwinlensError], bytes] | None = None
-    """What a stream of this surface ends with that fails; the dialect says it where that is left out."""
+    """The last event of a failing stream on this surface; by default the dialect's."""
 
     has_several: bool = False
     """Whether it has several prompts."""
 
     pause: float = math.inf
     last: float = math.inf
-    """Seconds for which nothing may come of its answer; and when it is over at the latest, on the loop's clock."""
+    """Seconds for which the answer may make no progress; and the latest end on the loop's clock."""
 
     @property
     def seconds_left(self) -> float:
@@ -116,8 +117,8 @@ class RequestContext:
                 self.limit.reschedule(asyncio.get_running_loop().time())
 
     def gets_on(self) -> None:
-        """Something of the answer has come: it has time for more. Its timer is set anew now and then, since this comes
-        with each token."""
+        """The answer has made progress: it gets more time. The timer is only reset now and then, since this is called
+        for each token."""
         if self.cause is None and (until := self.limit.when()) is not None:
             wanted = min(self.last, asyncio.get_running_loop().time() + self.pause)
             if wanted - until > self.pause / 16:
@@ -125,13 +126,13 @@ class RequestContext:
                     self.limit.reschedule(wanted)
 
     async def read(self, kind: type[Body]) -> Body:
-        """The body, as what it should be. Raises InvalidInput, which says what is wrong and where."""
+        """The parsed body. Raises InvalidInput, which names the field."""
         body, self.body = self.body, b""
         self.is_large = len(body) >= _SMALL_BODY
         return await self.made(_read, kind, body)
 
     async def made(self, make: Callable[..., Made], *args: Any) -> Made:
-        """What is made of the body, which may have hundreds of thousands of parts."""
+        """The result of `make` for a body that may have hundreds of thousands of parts."""
         return await tasks.to_thread(make, *args) if self.is_large else make(*args)
 
 
@@ -145,7 +146,7 @@ def _read(kind: type[Body], body: bytes) -> Body:
 
 
 def context_of(request: Request, surface: str) -> RequestContext:
-    """The context of a request, which is counted as one of this surface from now on."""
+    """The context of a request, which counts towards this surface from now on."""
     context: RequestContext = request.scope[SCOPE_KEY]
     context.surface = surface
     return context

@@ -1,4 +1,4 @@
-"""A reranker's judgement of a document: how it is asked, and what score its answer is."""
+"""Judges documents with a reranker: its prompt, and the score of its answer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SYSTEM: Final = (
     'Note that the answer can only be "yes" or "no".'
 )
 _INSTRUCTION: Final = "Given a search query, retrieve relevant candidates that answer the query."
-"""What Qwen3-VL-Reranker was taught to be asked, and what it is told where a caller says nothing else."""
+"""Qwen3-VL-Reranker's default instruction from training."""
 _NOTHING: Final = "NULL"
-"""What stands for a query or document that is empty."""
+"""Stands for an empty query or document."""
 _RANK: Final = {"video_url": 0, "video": 0, "image_url": 1, "image": 1}
 """Kinds of parts that stand before all others, in this order."""
 _CERTAIN: Final = 100.0
@@ -34,9 +34,8 @@ _LIKELIEST: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a reranker is asked about one document, for the log-probability of the token that says yes. `places`: where
-    each part of the user's message stands in the body; `at` is where the document does. `again` makes the same request
-    for another token."""
+    """The question about one document: the log-probability of the token for yes. `places` are the paths of the parts of
+    the user's message in the body; `at` is the document's. `again` makes the same request for another token."""
 
     request: llm_pb2.GenerateRequest
     places: Sequence[str]
@@ -46,7 +45,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A score between 0 and 1, and what its prompt cost."""
+    """A score between 0 and 1, and the usage of its prompt."""
 
     score: float
     usage: llm_pb2.Usage
@@ -59,7 +58,7 @@ def question(
     query: tuple[str, Document],
     document: tuple[str, Document],
 ) -> Question:
-    """A conversation about a query and a document, each of which comes with where it stands. Raises InvalidInput."""
+    """The conversation about a query and a document, each given with its path. Raises InvalidInput."""
     parts: list[tuple[Part, str]] = [(_text(f"<Instruct>: {asked.instruction or _INSTRUCTION}"), "instruction")]
     for mark, (at, given) in (("<Query>:", query), ("\n<Document>:", document)):
         parts += [(_text(mark), at), *_parts(given, at)]
@@ -73,7 +72,7 @@ def question(
 
 
 def _request(asked: ScoringFields, name: str, messages: Sequence[Message], token: int) -> llm_pb2.GenerateRequest:
-    """Has this token be the answer, which tells how likely it was."""
+    """Forces this token as the answer, which returns its log-probability."""
     sampling = llm_pb2.SamplingParams(
         max_tokens=1, temperature=0.0, repetition_penalty=1.0, logprobs=_LIKELIEST, logit_bias={token: _CERTAIN}
     )
@@ -91,8 +90,8 @@ def _request(asked: ScoringFields, name: str, messages: Sequence[Message], token
 async def judged(
     generations: Generations, reranker: llm_pb2.Reranker, asked: Question, context: RequestContext
 ) -> Judgement:
-    """A reranker's answer: one token, forced to be the one that says yes; the other is nearly always among the
-    likeliest, and asked for by itself where it is not. Raises TwinlensError, by the names of the caller's body."""
+    """A reranker's answer: one token, forced to be yes. The token for no is nearly always among the likeliest ones, and
+    is asked for separately if it is not. Raises TwinlensError, with field names of the caller's body."""
     yes, no = reranker.true_token_id, reranker.false_token_id
     try:
         known, usage = await _told(generations, asked.request, context)
@@ -109,7 +108,7 @@ async def judged(
 async def _told(
     generations: Generations, request: llm_pb2.GenerateRequest, context: RequestContext
 ) -> tuple[dict[int, float], llm_pb2.Usage]:
-    """How likely the token was that is the answer, and the likeliest; and what that cost."""
+    """The log-probabilities of the answer's token and of the likeliest ones; and the usage."""
     known: dict[int, float] = {}
     usage = llm_pb2.Usage()
     async with aclosing(generations.events(request, context)) as events:
@@ -138,7 +137,7 @@ def _text(words: str) -> TextPart:
 
 
 def _param(field: str, places: Sequence[str], at: str) -> str:
-    """What the caller calls a field of the conversation, whose parts stand at these places, and its document there."""
+    """The caller's name of a field of the conversation, given the paths of its parts and of the document."""
     begin = "messages[1].content["
     if field.startswith(begin):
         return places[int(field.removeprefix(begin).partition("]")[0])]

@@ -1,4 +1,4 @@
-"""The routing key: what makes requests meet the service that computed their beginning."""
+"""The routing key, by which requests reach the service that has computed their beginning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.aio import tasks
 from twinlens.v1 import llm_pb2
 
 _CHARACTERS, _TOKENS = 2048, 512
-"""How much of a prompt's beginning decides where it goes."""
+"""Characters and tokens of a prompt's beginning that determine its service."""
 _LARGE = 256 << 10
 """Bytes of a request that is hashed in a thread."""
 
@@ -17,7 +17,7 @@ Request = llm_pb2.GenerateRequest | llm_pb2.EmbedRequest
 
 
 async def key_of(request: Request) -> bytes:
-    """The routing key; in a thread, where there are megabytes to hash."""
+    """The routing key; in a thread if there are megabytes to hash."""
     return await tasks.to_thread(routing_key, request) if request.ByteSize() > _LARGE else routing_key(request)
 
 

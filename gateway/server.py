@@ -53,7 +53,8 @@ _KEEP_ALIVE_SECONDS = 65
 _HANDSHAKE_SECONDS = 2.0
 """For the TLS of connections that came at the very moment when the gateway stops listening."""
 _LAST_SECONDS = 0.5
-"""What a proxy sent on an idle connection, before it learned that the gateway stops, comes within this time."""
+"""Requests that a proxy sent on an idle connection, before it learned that the gateway stops, arrive within this
+time."""
 _CERTIFICATE_SECONDS = 1.0
 """From one look at the certificate's files to the next."""
 _ENDING_SECONDS = 5.0
@@ -61,7 +62,7 @@ _ENDING_SECONDS = 5.0
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Raises OSError where it cannot begin."""
+    """Serves until SIGTERM or SIGINT. Raises OSError if it cannot start."""
     log.configure(config.log_level, service="gateway")
     stderr_capture.start()
     tracing.start("twinlens-gateway")
@@ -106,8 +107,8 @@ async def serve(config: GatewayConfig) -> None:
         Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
         Route("/health/live", operations.live, methods=["GET"]),
         Route("/health/ready", operations.ready, methods=["GET"]),
-        Route("/health", operations.ready, methods=["GET"]),  # vLLM's name of it
-        Route("/ping", operations.ready, methods=["GET", "POST"]),  # and SageMaker's, there as well
+        Route("/health", operations.ready, methods=["GET"]),  # vLLM's name
+        Route("/ping", operations.ready, methods=["GET", "POST"]),  # SageMaker's, and vLLM's too
         Route("/metrics", operations.metrics, methods=["GET"]),
         Route("/version", operations.version, methods=["GET"]),
         *(adapters.routes if config.allow_lora_updates else ()),
@@ -136,7 +137,8 @@ async def serve(config: GatewayConfig) -> None:
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Lets pages of these origins read answers, errors among them, and ask without a token whether they may."""
+    """Allows pages of these origins to read responses, errors included, and to send preflight requests without a
+    token."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -150,7 +152,7 @@ def _listen(address: str) -> socket.socket:
     try:
         return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=2048)
     except OSError as error:
-        number = error.errno or 0  # those of look-ups are below zero, and have texts of their own
+        number = error.errno or 0  # errors of look-ups are negative, and have texts of their own
         cause = os.strerror(number) if number > 0 else error.strerror or error
         raise OSError(f"cannot listen on {address}: {cause}; --listen says where else") from error
 
@@ -175,7 +177,7 @@ class _Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="error",  # of what strangers send, nothing fills the log
+                log_level="error",  # strangers' requests must not fill the log
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
@@ -238,7 +240,7 @@ class _Server(uvicorn.Server):
                 self.config.ssl.load_cert_chain(str(self.config.ssl_certfile), str(self.config.ssl_keyfile))
 
     async def _hang_up(self) -> None:
-        """Closes idle connections, once no request is left and what was on its way has come."""
+        """Closes idle connections, once no request is left and requests in transit have arrived."""
         await asyncio.sleep(_LAST_SECONDS)
         while True:
             if not self._middleware.open_requests:

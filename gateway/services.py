@@ -1,5 +1,4 @@
-"""The LLM services that requests are handed to: which there are, which can serve, and which of them a
-request goes to."""
+"""The LLM services of a gateway: which there are, which can serve, and which of them gets a request."""
 
 from __future__ import annotations
 
@@ -49,34 +48,34 @@ _log = log.get("services")
 _WATCH_SECONDS = 1.0
 """From one look at a service to the next, and at the lists of them."""
 _FIRST_SECONDS = 5.0
-"""The longest that a gateway waits, before it serves, for what services say to its first question."""
+"""How long a gateway waits for the first answers of services before it serves."""
 _ANSWER_SECONDS = 5.0
-"""The longest that a service may take to say what it is; and for any other short call."""
+"""The time limit of a service's description and of other short calls."""
 _STARTING = "STARTING"
 """Why a service that answers cannot serve."""
 _FULL = "TOO_MANY_CALLS"
 """The reason of a service that has as many calls as it takes, and says so itself."""
 _RESETS = 30
-"""Looks in a row that gRPC resets before a service counts as gone: one that is only crowded answers in between, where a
-proxy that resets every call never does."""
+"""Consecutive resets by gRPC after which a service counts as gone: one that is only crowded answers in between, a proxy
+that resets every call never does."""
 _LAST_SECONDS = 600.0
-"""For what is under way at a service that is on no list any more, or by certificates that were replaced; requests have
-as long as they may take at all."""
+"""For calls in progress at a service that is no longer listed, or over replaced certificates; requests have their own
+limits."""
 _MOST_ABOVE_MEAN = 1.25
-"""What a service may have under way, as a share of the mean of all, before requests go to the next one."""
+"""Requests in progress at a service, relative to the mean of all, beyond which the next service gets a request."""
 _OFFERS = 3
 """Services that a request is offered to before its answer has begun."""
 _OF_THE_MEDIA = MEDIA_HOST, MEDIA_CHANGED, ENCODER_SLOW
-"""Reasons of what an address gives, or an item takes: no service is to blame, and each would only try once more."""
+"""Reasons that concern a media address or an item: no service is to blame, and each would fail alike."""
 _SLOW = "REQUEST_TOO_SLOW"
-"""The reason of a request that did not come, whoever it was sent to."""
+"""The reason of a request that did not arrive completely, wherever it was sent."""
 
 Reply = TypeVar("Reply")
 Metadata = Sequence[tuple[str, str]]
 
 
 class Outgoing:
-    """A request on its way out. gRPC keeps what it is given until the call ends; of this, next to nothing."""
+    """A request on its way out. gRPC keeps its argument until the call ends, so this holds next to nothing."""
 
     def __init__(self, request: llm_pb2.GenerateRequest) -> None:
         self._request: llm_pb2.GenerateRequest | None = request
@@ -89,8 +88,8 @@ class Outgoing:
 
 
 class LlmChannels:
-    """What is called of one LLM service: `generate` takes a request that is on its way out, `stub` all other calls.
-    What it is, and its load, is asked of `about`, over a channel of its own. Raises as `ChannelSet`."""
+    """The calls of one LLM service: `generate` sends an `Outgoing`, `stub` has all other calls. Its description and
+    load are asked on a channel of their own, `about`. Raises as `ChannelSet`."""
 
     def __init__(self, channels: ChannelSet) -> None:
         self.connections = channels
@@ -106,7 +105,7 @@ class LlmChannels:
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """What a service says of itself, None for nothing, and why it cannot be used; the cause is empty where it can."""
+    """A service's description, None if it gave none, and why it cannot be used; the cause is empty if it can."""
 
     info: llm_pb2.LlmServiceGetInfoResponse | None
     cause: str
@@ -114,10 +113,10 @@ class _Heard:
 
 @dataclass(eq=False, slots=True)
 class LlmService:
-    """One LLM service. `info` is what it last said of itself, None while it cannot serve; `model` and the `adapters`
-    over it are what it served then as well; `last_load` is what it last said of its load. `came` counts how often it
-    could serve when it could not before, or was another process. `between` is what it says of itself while it
-    has no engine and waits for its next one: requests may wait there. A process that has just started accepts none."""
+    """One LLM service. `info` is its last description, None while it cannot serve; `model` and its `adapters` are from
+    when it last could; `last_load` is its last load. `came` counts how often it became able to serve, or its process
+    changed. `between` is its description while it waits for its next engine: requests may wait there. A process that
+    has just started accepts none."""
 
     address: str
     name: str
@@ -148,18 +147,18 @@ class LlmService:
         return model == self.model or model in self.aliases
 
     def reconnect(self, channels: LlmChannels) -> LlmChannels:
-        """Has further calls take other channels. Returns those before, on which others may be under way."""
+        """Has further calls use other channels. Returns the old ones, where calls may be in progress."""
         before, self.channels = self.channels, channels
         return before
 
     @property
     def load(self) -> int:
-        """Requests that a further one would compete with: those from here, and those of anyone that wait there."""
+        """Requests that a further one would compete with: those from here, and all that wait there."""
         return self.in_flight + self.last_load.waiting
 
     async def look(self, metadata: Metadata) -> None:
-        """Asks it what it is. It serves once its engine has said how long a context it has memory for. Of several looks
-        at once none overrules one that began later."""
+        """Asks for its description. It serves once its engine has reported the context that fits into memory. A look
+        never overrules one that began later."""
         self._looks += 1
         own = self._looks
         heard = await self._ask(metadata)
@@ -182,8 +181,7 @@ class LlmService:
         self.adapters = frozenset(adapter.name for adapter in info.adapters)
 
     async def _ask(self, metadata: Metadata) -> _Heard | None:
-        """What it says of itself; what it says of its load is kept. None where it has too much to do, and is there as
-        it was."""
+        """Its description; its load is kept. None if it is too busy, and otherwise unchanged."""
         channels = self.channels
         info: Any = None
         channels.connections.connect()
@@ -192,7 +190,7 @@ class LlmService:
                 llm_pb2.LlmServiceGetInfoRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
             )
             load: Any = self.last_load
-            if info is not None and info.context_tokens:  # else no engine is there that could say
+            if info is not None and info.context_tokens:  # else no engine is there that could tell
                 load = await channels.about.GetLoad(
                     llm_pb2.LlmServiceGetLoadRequest(), timeout=_ANSWER_SECONDS, metadata=tuple(metadata)
                 )
@@ -206,15 +204,15 @@ class LlmService:
             return _Heard(info, "GONE")
         except TimeoutError:
             return _Heard(info, "it answers, but the connection for calls cannot be made")
-        if info is None or load is None:  # what gRPC makes of bytes that are no message
+        if info is None or load is None:  # gRPC turns invalid bytes into None
             return _Heard(None, "its answer is not one of our messages")
         self.last_load, self._resets = load, 0
         return _Heard(info, "" if info.context_tokens else _STARTING)
 
 
 def _cause(error: grpc.aio.AioRpcError) -> str:
-    """Why a service does not answer, in words where there are any."""
-    if from_rpc_error(error).reason == "ENGINE_UNAVAILABLE":  # since it said what it is
+    """Why a service does not answer, in words if possible."""
+    if from_rpc_error(error).reason == "ENGINE_UNAVAILABLE":  # it has described itself
         return _STARTING
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return "what listens there is not an LLM service"
@@ -223,7 +221,7 @@ def _cause(error: grpc.aio.AioRpcError) -> str:
 
 
 async def _close(service: LlmService, grace: float | None) -> None:
-    """Forgets a service; what is under way there has `grace` seconds to end."""
+    """Forgets a service; calls in progress there have `grace` seconds to end."""
     if service.watcher is not None:
         service.watcher.cancel()
         await asyncio.gather(service.watcher, return_exceptions=True)
@@ -231,7 +229,7 @@ async def _close(service: LlmService, grace: float | None) -> None:
 
 
 class LlmServices:
-    """All LLM services of one gateway, whose requests take `request_seconds` at most; each is looked at again after
+    """All LLM services of one gateway. Requests take at most `request_seconds`; each service is checked every
     `watch_seconds`."""
 
     def __init__(
@@ -263,21 +261,21 @@ class LlmServices:
 
     @property
     def metadata(self) -> Metadata:
-        """What every call carries."""
+        """The metadata of every call."""
         return self._security.metadata
 
     def metadata_for(self, caller: Metadata) -> Metadata:
-        """What a call carries that is made for a caller, of whom this says more."""
+        """The metadata of a call made for a caller."""
         return (*self.metadata, *caller)
 
     @property
     def services(self) -> list[LlmService]:
-        """Those that are known now."""
+        """All known services."""
         return list(self._set.known.values())
 
     @property
     def usable(self) -> list[LlmService]:
-        """Those that can serve."""
+        """The services that can serve."""
         return [service for service in self.services if service.info is not None]
 
     @property
@@ -288,26 +286,25 @@ class LlmServices:
 
     @property
     def adapters(self) -> dict[str, llm_pb2.LlmServiceGetInfoResponse]:
-        """The LoRA adapters that some service has, by name, with what such a service is."""
+        """The LoRA adapters of all services by name, with the description of a service that has it."""
         infos = [service.info for service in self.services if service.info is not None]
         return {adapter.name: info for info in infos for adapter in info.adapters}
 
     def since(self, model: str) -> int:
-        """When a service that is known here first had this model, in seconds since 1970; now, where none has yet."""
+        """When a known service first had this model, in seconds since 1970; now, if none has yet."""
         return self._since.setdefault(model, int(time.time()))
 
     def name(self, model: str | None) -> str:
-        """What an answer calls the model: as it was asked for, or whichever is served, or will be again."""
+        """The model's name in an answer: as requested, or that of the model served."""
         waiting = (service.model for service in self.services if service.between is not None)
         return model or next(iter(self.models), "") or next(waiting, "")
 
     def own_name(self, model: str) -> str:
-        """What a model calls itself, by any of its names; as it was given where nobody has it."""
+        """A model's own name, given any of its names; unchanged if nobody has it."""
         return next((service.model for service in self.services if service.is_of(model)), model)
 
     def about(self, model: str) -> llm_pb2.LlmServiceGetInfoResponse | None:
-        """What a service of this model, or of one with this adapter, says of itself; None where there is none that a
-        request may go to."""
+        """The description of a service with this model or adapter; None if there is none that a request may go to."""
         fitting = [service for service in self.services if service.serves(model)]
         infos = [*(service.info for service in fitting), *(service.between for service in fitting)]
         return next((info for info in infos if info is not None), None)

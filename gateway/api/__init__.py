@@ -1,1 +1,1 @@
-"""The surfaces: what each takes, and how it answers."""
+"""The HTTP surfaces: their requests and responses."""

@@ -26,18 +26,19 @@ _EXISTS = "ADAPTER_EXISTS"
 
 Text = Annotated[str, Field(max_length=4096)]
 Outcomes = dict[LlmService, TwinlensError | None]
-"""What came of a change at each service, None where it was done."""
+"""The outcome of a change at each service, None if it succeeded."""
 
 
 class UnloadRequest(Model):
-    """Which adapter goes. `base_model_name`, for gateways of several models: at the services of this one alone."""
+    """The adapter to unload; with `base_model_name`, for gateways with several models, at that model's services
+    only."""
 
     lora_name: Text
     base_model_name: Text | None = None
 
 
 class LoadRequest(UnloadRequest):
-    """Which adapter comes, and its folder below each service's `--lora-dir`."""
+    """The adapter to load, and its folder below each service's `--lora-dir`."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"load_inplace": (False,), "pinned": (False,)}
 
@@ -56,29 +57,29 @@ class Adapters:
 
     @property
     def routes(self) -> list[Route]:
-        """Where both are answered."""
+        """The paths of both."""
         return [
             Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
         ]
 
     async def load(self, request: Request) -> Response:
-        """Has every service load an adapter. Raises NotEverywhere where only some did."""
+        """Has every service load an adapter. Raises NotEverywhere if only some did."""
         context = context_of(request, "adapters")
         asked = await context.read(LoadRequest)
         outcomes = await self._to_its_end(self._load(asked, self._services.metadata_for(context.metadata)))
         return self._answer("load", asked, outcomes)
 
     async def unload(self, request: Request) -> Response:
-        """Has every service that has it unload an adapter. Raises NotFound where none has it, nor was to be brought it,
-        and as `load`."""
+        """Has every service that has it unload an adapter. Raises NotFound if none has it, or was to load it, and as
+        `load`."""
         context = context_of(request, "adapters")
         asked = await context.read(UnloadRequest)
         outcomes = await self._to_its_end(self._unload(asked, self._services.metadata_for(context.metadata)))
         return self._answer("unload", asked, outcomes)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, Outcomes]) -> Outcomes:
-        """What came of a change. A caller who leaves does not end it half way."""
+        """The outcomes of a change, which goes on if the caller leaves."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -91,7 +92,7 @@ class Adapters:
             outcomes = await self._at(chosen, load(asked.lora_name, asked.lora_path, metadata), asked.lora_name)
             over = next((service.model for service, error in outcomes.items() if error is None and service.model), "")
             if not over and (before := self._kept.find(base, asked.lora_name)) is not None:
-                over = before.base if before.path == asked.lora_path else ""  # where it failed it is tried again
+                over = before.base if before.path == asked.lora_path else ""  # after a failure it is tried again
             if over:
                 self._kept.keep(Kept(over, asked.lora_name, asked.lora_path), outcomes)
             return outcomes
@@ -103,7 +104,7 @@ class Adapters:
             known = self._kept.forget(base, asked.lora_name)
             outcomes = await self._at(chosen, unload(asked.lora_name, metadata))
             known = known or any(error is None for error in outcomes.values())
-            if known:  # those that do not have it are as they should be
+            if known:  # services without it need no change
                 outcomes = {at: None if isinstance(error, NotFound) else error for at, error in outcomes.items()}
                 self._kept.owe(asked.lora_name, outcomes)
             return outcomes
@@ -114,8 +115,8 @@ class Adapters:
         return dict(zip(chosen, mine, strict=True))
 
     def _chosen(self, base: str) -> list[LlmService]:
-        """The services of a model, and those of which no model is known yet. Raises TwinlensError where it is not clear
-        which they are."""
+        """The services of a model, and those whose model is not known yet. Raises TwinlensError if it is not clear
+        which model is meant."""
         services = self._services.services
         models = {service.model for service in services if service.model}
         if base and base not in models:
@@ -129,14 +130,14 @@ class Adapters:
         return [service for service in services if not base or service.model in ("", base)]
 
     def _answer(self, verb: str, asked: UnloadRequest, found: Outcomes) -> Response:
-        """Says what was done. Raises what all services refused it for, or NotEverywhere."""
+        """The response. Raises the error of all services, or NotEverywhere."""
         name, addresses = asked.lora_name[:128], [service.address for service in found]
         for address, error in zip(addresses, found.values(), strict=True):
             _log.info("an adapter change", change=verb, adapter=name, address=address, outcome=_reason(error))
         try:
             done_everywhere(found)
         except TwinlensError as error:
-            if error.reason == _EXISTS:  # 400 as by vLLM, by whose words callers tell it
+            if error.reason == _EXISTS:  # 400 as in vLLM, whose words clients check
                 raise InvalidInput("the adapter has already been loaded", reason=_EXISTS, field=_OURS["name"]) from None
             raise
         return json_answer({"object": f"lora_adapter.{verb}ed", "lora_name": name, "services": addresses})

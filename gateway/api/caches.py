@@ -1,5 +1,5 @@
-"""`POST /reset_prefix_cache`, `/reset_mm_cache`, `/reset_encoder_cache` as vLLM has them, and SGLang's `/flush_cache`:
-every LLM service forgets KV blocks and rows that no request uses. Encoders keep what they have computed."""
+"""`POST /reset_prefix_cache`, `/reset_mm_cache`, `/reset_encoder_cache` as in vLLM, and SGLang's `/flush_cache`: every
+LLM service drops KV blocks and rows that no request uses. Encoders keep their results."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class Caches:
 
     @property
     def routes(self) -> list[Route]:
-        """What it answers."""
+        """The paths that it answers."""
         return [Route(path, self.flush, methods=["POST"]) for path in _PATHS]
 
     async def flush(self, request: Request) -> Response:
-        """Says what each has forgotten. Raises Unavailable where none can serve, the error of all, or NotEverywhere."""
+        """Reports what each service has dropped. Raises Unavailable if none can serve, the error of all, or
+        NotEverywhere."""
         context = context_of(request, "caches")
         if not (services := self._services.usable):
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")

@@ -28,7 +28,7 @@ from twinlens.v1 import llm_pb2
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has said so far; what it thinks is left out where that is not `shows_reasoning`."""
+    """One choice's output so far; reasoning is left out unless it `shows_reasoning`."""
 
     shows_reasoning: bool
     words: list[str] = field(default_factory=list)
@@ -41,11 +41,11 @@ class _Choice:
     finished: llm_pb2.GenerateFinished = field(default_factory=llm_pb2.GenerateFinished)
 
     def add(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-        """Takes more of it in; returns what a stream says of it."""
+        """Takes more output; returns the deltas of a stream."""
         return list(filter(None, map(self._add, pieces)))
 
     def end(self, ended: ChoiceEnd) -> list[dict[str, Any]]:
-        """Takes in what is left of it, likewise."""
+        """Takes the rest of the output; returns the deltas of a stream."""
         self.finished, self.whole_calls = ended.finished, ended.calls
         return self.add(ended.pieces)
 
@@ -73,8 +73,8 @@ class _Choice:
                 return {}
 
     def last_delta(self) -> dict[str, Any]:
-        """What a stream says with the reason for the end: clients that complete open arguments get none that they can,
-        and those that go by the reason see that first."""
+        """The delta with the finish reason: clients that complete open arguments get none that they could complete, and
+        clients that go by the reason see it first."""
         broken = [(index, broken_end(self.calls[index]["function"]["arguments"])) for index in self.left_open]
         calls = [{"index": index, "function": {"arguments": end}} for index, end in broken]
         return {"tool_calls": calls} if calls else {}
@@ -87,7 +87,7 @@ class _Choice:
         return ended
 
     def message(self) -> dict[str, Any]:
-        """All of it."""
+        """The whole message."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.words), "refusal": None}
         if self.thoughts:
             message["reasoning_content"] = message["reasoning"] = "".join(self.thoughts)
@@ -99,7 +99,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What of a request matters to its answer."""
+    """The parts of a request that matter for its response."""
 
     head: dict[str, Any]
     n: int
@@ -114,11 +114,11 @@ class _Asked:
     shows_reasoning: bool
 
     def choices(self) -> list[_Choice]:
-        """Those that have said nothing yet."""
+        """Choices without output."""
         return [_Choice(self.shows_reasoning) for _ in range(self.n)]
 
     def beside(self, delta: llm_pb2.GenerateDelta) -> dict[str, Any]:
-        """What a stream says of new tokens beside their text."""
+        """The fields of a chunk besides the delta."""
         told: dict[str, Any] = {}
         if delta.logprobs and self.with_logprobs:
             told["logprobs"] = {"content": self.logprobs(delta)}
@@ -132,7 +132,7 @@ class _Asked:
         return answers.chat_logprobs(answers.named_by_ids(given, delta.token_ids) if self.as_ids and given else given)
 
     async def prompt(self, started: llm_pb2.GenerateStarted) -> dict[str, Any]:
-        """What is said of the prompt."""
+        """The fields about the prompt."""
         told: dict[str, Any] = {}
         if self.with_ids:
             told["prompt_token_ids"] = list(started.prompt_token_ids)

@@ -1,4 +1,4 @@
-"""What `POST /v1/chat/completions` takes."""
+"""The body of `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEY: Final = re.compile("[0-9a-f]{64}")
 
 
 class Cached(Model):
-    """What clients mark for Anthropic's cache, by litellm for instance: prefixes are cached by themselves."""
+    """Accepts marks for Anthropic's cache, which litellm for instance sends: prefixes are cached anyway."""
 
     cache_control: dict[str, Any] | None = None
 
@@ -42,7 +42,7 @@ class TextPart(Cached):
 
 
 class RefusalPart(Cached):
-    """What a model has said in the place of an answer."""
+    """A refusal in place of an answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -54,8 +54,8 @@ class RefusalPart(Cached):
 
 
 class MediaPart(Cached):
-    """A medium: what the field says that is called as its `type`, or the `uuid` that an answer told of it, under which
-    its rows are still known. Beside the medium itself an `uuid` of the caller's changes nothing."""
+    """A medium: the field named like its `type`, or the `uuid` reported by an earlier answer, under which its rows are
+    still known. A caller's own `uuid` beside the medium has no effect."""
 
     type: str
     uuid: str | None = None
@@ -120,8 +120,7 @@ class QwenImagePart(MediaPart):
 
 
 class QwenVideoPart(MediaPart):
-    """A video, likewise; of a list of frames so many were taken in a second (`fps` or `sample_fps`), of another so many
-    are to be (`fps`)."""
+    """A video; a list of frames was sampled at `fps` or `sample_fps`, any other video is to be sampled at `fps`."""
 
     type: Literal["video"]
     video: (
@@ -141,7 +140,7 @@ class QwenVideoPart(MediaPart):
 
 
 class QwenAudioPart(MediaPart):
-    """A clip, likewise."""
+    """A clip."""
 
     type: Literal["audio"]
     audio: str | None = None
@@ -193,14 +192,14 @@ Content = Annotated[Annotated[str, Tag("$text")] | Annotated[Parts, Tag("$list")
 
 
 class CalledFunction(Model):
-    """What a call names, and its arguments as JSON."""
+    """A call's function and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Model):
-    """A call that the model has made; `index` is what streams have."""
+    """A call that the model has made; `index` occurs in streams."""
 
     id: str
     type: Literal["function"] = "function"
@@ -211,8 +210,8 @@ class ToolCall(Model):
 
 
 class Message(Cached):
-    """One message of a conversation. What other servers give out beside an answer, and clients send back, is taken, and
-    lays nothing out."""
+    """One message of a conversation. Fields that other servers add to answers, and clients send back, are accepted and
+    ignored."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],)}
 
@@ -238,7 +237,7 @@ class Message(Cached):
 
     @property
     def thought(self) -> str:
-        """What the model thought before it, by either name."""
+        """The reasoning before the message, by either name."""
         return self.reasoning_content or self.reasoning or ""
 
 
@@ -252,7 +251,7 @@ class Function(Model):
 
 
 class Tool(Cached):
-    """What the model may call."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     function: Function
@@ -294,8 +293,8 @@ ToolChoice = Annotated[
 
 
 class TemplateSettings(Model):
-    """vLLM's `chat_template_kwargs`. Templates call one thing `enable_thinking` or `thinking`; what else there is, a
-    template says."""
+    """vLLM's `chat_template_kwargs`. Templates use `enable_thinking` or `thinking` for the same switch; further
+    variables are up to the template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -311,12 +310,12 @@ class TemplateSettings(Model):
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model is to think, by either name."""
+        """Whether the model should think, by either name."""
         return self.thinking if self.enable_thinking is None else self.enable_thinking
 
 
 class ChatStreamOptions(StreamOptions):
-    """What a chat's stream has beside its words."""
+    """Options of a chat's stream."""
 
     include_timings: bool | None = None
 
@@ -365,7 +364,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def media_settings(self) -> MediaSettings | None:
-        """How media are preprocessed, by both fields that say so; None where they contradict each other."""
+        """How media are preprocessed, from both fields for it; None if they contradict each other."""
         settings = self.mm_processor_kwargs or MediaSettings()
         video = (self.media_io_kwargs and self.media_io_kwargs.video) or VideoLoading()
         for own, other in ((settings.fps, video.fps), (settings.max_frames, video.num_frames)):
@@ -376,7 +375,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def template_settings(self) -> TemplateSettings | None:
-        """What the chat template is told, `documents` among it: vLLM's callers send them beside the others."""
+        """Variables of the chat template, including `documents`, which vLLM has as a field of its own."""
         if not self.documents:
             return self.chat_template_kwargs
         settings = self.chat_template_kwargs or TemplateSettings()

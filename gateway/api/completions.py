@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: what it takes and how it answers."""
+"""`POST /v1/completions`: its body and responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Event = llm_pb2.GenerateResponse
 Numbered = tuple[int, Event]
 TextOf: TypeAlias = Callable[[Sequence[int]], Awaitable[str]]
 _Logprobs: TypeAlias = tuple[Sequence[llm_pb2.TokenLogprobs], Sequence[int]]
-"""How likely tokens were, and which."""
+"""Log-probabilities of tokens, and the tokens."""
 
 
 class CompletionRequest(SamplingFields):
@@ -66,7 +66,7 @@ class CompletionRequest(SamplingFields):
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has said so far. `begun`: a stream has its first chunk."""
+    """One choice's output so far. `begun`: its first chunk was sent."""
 
     text: list[str] = field(default_factory=list)
     given: list[llm_pb2.TokenLogprobs] = field(default_factory=list)
@@ -93,8 +93,8 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Prompt:
-    """What is said of a prompt: its `text`, where it is to be repeated; its tokens; how likely each was; and the text
-    of the `first` one."""
+    """What the response says about a prompt: its `text`, if it is echoed; its tokens; their log-probabilities; and the
+    text of the `first` one."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ class _Prompt:
     first: str = ""
 
     async def begin(self, started: llm_pb2.GenerateStarted, text_of: TextOf | None) -> None:
-        """Its tokens are known; the first one's text is asked for where it is to be told."""
+        """The prompt's tokens are known; asks for the first one's text if needed."""
         self.token_ids = list(started.prompt_token_ids)
         if text_of is not None:
             self.first = await text_of(self.token_ids[:1])
@@ -110,7 +110,8 @@ class _Prompt:
     def before(
         self, choice: _Choice, given: Iterable[llm_pb2.TokenLogprobs], ids: Iterable[int] | None
     ) -> dict[str, list[Any]]:
-        """How likely the prompt's tokens were and a choice's first; before the first of them there is nothing."""
+        """Log-probabilities of the prompt's tokens followed by a choice's first ones; the first prompt token has
+        none."""
         first = llm_pb2.TokenLogprobs(text=self.first)
         every = None if ids is None else [*self.token_ids, *ids]
         told = choice.told_logprobs([first, *self.logprobs.in_order(), *given], every)
@@ -120,7 +121,7 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What of a request matters to its answer. `prompts` has what is said of each."""
+    """The parts of a request that matter for its response. `prompts` has what is said about each."""
 
     head: dict[str, Any]
     n: int
@@ -138,12 +139,12 @@ class _Asked:
 
     @property
     def tells_prompt_logprobs(self) -> bool:
-        """Whether those of prompts are told, which may take long to write."""
+        """Whether prompt logprobs are returned, which may take long to serialise."""
         return self.prompt_logprobs or self.repeats_logprobs
 
     @property
     def repeats_logprobs(self) -> bool:
-        """Whether those of prompts stand before their choices'."""
+        """Whether prompt logprobs precede those of choices."""
         return self.echo and self.with_logprobs
 
     def goes_on(self, choice: _Choice, text: str, given: _Logprobs | None) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class _Asked:
         return {"text": text, "logprobs": logprobs}
 
     def begun(self, index: int, choice: _Choice, text: str, given: _Logprobs | None) -> dict[str, Any]:
-        """What a choice begins with: the same, behind its prompt."""
+        """The beginning of a choice: the same, preceded by its prompt."""
         prompt = self.prompt_of(index)
         if self.repeats_logprobs:
             logprobs, ids = given or ((), ())
@@ -207,7 +208,7 @@ class Completions:
             params.prompt_logprobs = asked.logprobs
         nothing_new = bool(asked.echo) and asked.max_tokens == 0
         if nothing_new:
-            params.max_tokens = 1  # which is dropped
+            params.max_tokens = 1  # dropped again
         with_ids = bool(asked.return_token_ids or (asked.echo and asked.logprobs is not None))
         messages = (
             prompt_inputs.generate_request(
@@ -263,7 +264,7 @@ async def _said(prompt: dict[str, Any], text_of: TextOf) -> str:
 
 
 async def _nothing_new(events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
-    """The events of a prompt behind which nothing is said."""
+    """The events of a prompt without any completion."""
     async with aclosing(events) as each:
         async for said in each:
             if said.HasField("finished"):
@@ -292,7 +293,7 @@ async def _chunks(events: AsyncGenerator[Numbered], asked: _Asked, text_of: Text
         return chunks.chunk({"choices": [{"index": index, "finish_reason": None, **told, **rest}], **more})
 
     async def written(index: int, *given: Any, **rest: Any) -> bytes:
-        """A chunk; one with a prompt's logprobs is made beside the event loop."""
+        """A chunk; one with prompt logprobs is serialised off the event loop."""
         if asked.tells_prompt_logprobs and not choices[index].begun:
             return await tasks.to_thread(chunk, index, *given, **rest)
         return chunk(index, *given, **rest)
@@ -345,7 +346,7 @@ def _answer(asked: _Asked, choices: dict[int, _Choice]) -> Response:
 
 
 def _usage(choices: dict[int, _Choice], n: int) -> dict[str, Any]:
-    """Tokens of all choices; each prompt, which `n` of them have, counts once."""
+    """Tokens of all choices; a prompt, which `n` of them share, counts once."""
     by_prompt: dict[int, list[llm_pb2.GenerateFinished]] = {}
     for index, choice in choices.items():
         by_prompt.setdefault(index // n, []).append(choice.finished)

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: what it takes and how it answers."""
+"""`POST /v1/embeddings`: its body and responses."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class EmbeddingRequest(TruncationFields):
 
 @dataclass(frozen=True, slots=True)
 class _Embedded:
-    """A prompt's vector, as JSON, and what it cost."""
+    """A prompt's vector as JSON, and its usage."""
 
     vector: bytes
     usage: llm_pb2.Usage
@@ -94,7 +94,7 @@ class Embeddings:
         self._embeddings = embeddings
 
     async def answer(self, request: Request) -> Response:
-        """One request: its prompts go out beside each other, some at once, and the first error ends all of them."""
+        """One request: its prompts are computed in parallel, some at a time, and the first error ends all of them."""
         context = context_of(request, "embeddings")
         asked = await context.read(EmbeddingRequest)
         prompts = await context.made(self._prompts, asked)
@@ -125,7 +125,7 @@ class Embeddings:
         return list_answer(head, "data", data)
 
     def _prompts(self, asked: EmbeddingRequest) -> dict[str, dict[str, Any]]:
-        """Each prompt as an input by its name, by where it stands in the body."""
+        """The input for each prompt, by its place in the body."""
         if asked.input is not None:
             bare = asked.add_special_tokens is False
             inputs = prompt_inputs.prompts(asked.input, self._batches.max_prompts, "input", bare=bare)
@@ -145,7 +145,7 @@ class Embeddings:
     async def _embed(
         self, message: llm_pb2.EmbedRequest, at: str, encoding_format: str, context: RequestContext
     ) -> _Embedded:
-        """What is there is written at once: all vectors together would hold up everybody else."""
+        """Each vector is serialised when it arrives: all together would block the event loop."""
         try:
             found = await self._embeddings.embed(message, context)
         except TwinlensError as error:
@@ -154,7 +154,7 @@ class Embeddings:
 
 
 def _message(asked: EmbeddingRequest, name: str, prompt: dict[str, Any]) -> llm_pb2.EmbedRequest:
-    """What the LLM service is asked about one prompt."""
+    """The LLM service's request for one prompt."""
     return llm_pb2.EmbedRequest(
         request_id=name,
         model=asked.model or "",
@@ -183,7 +183,8 @@ def _param(field: str, at: str) -> str:
 
 
 def _without_empty_answer(messages: list[Message]) -> list[Message]:
-    """What vLLM's callers end a conversation with, so that it is laid out as it is here anyway. Raises InvalidInput."""
+    """Drops an empty last assistant message, which vLLM's clients send to close a conversation, as is done here anyway.
+    Raises InvalidInput."""
     *others, last = messages
     parts = last.content if isinstance(last.content, list) else []
     empty = last.content == "" or (parts and all(part.type == "text" and not part.text for part in parts))

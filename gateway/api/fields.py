@@ -1,4 +1,4 @@
-"""What requests of several surfaces have in common: how tokens are chosen, media, and what is refused by name."""
+"""Fields shared by several surfaces: sampling, media, and fields that are refused by name."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ Prompt = Annotated[
 
 
 class Model(BaseModel):
-    """A JSON object: exact types, no NaN, no field that is not listed. A field that is null counts as not given, and so
-    does one with a value of `without_effect`, which asks for what is done anyway."""
+    """A JSON object with exact types, no NaN, and no unknown fields. A null field counts as absent, and so does one
+    with a value listed in `without_effect`, which asks for the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -69,7 +69,7 @@ class Model(BaseModel):
 
 
 class StructuredOutputs(Model):
-    """vLLM's way to say which form an answer must have."""
+    """vLLM's field for the form of an answer."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -105,7 +105,7 @@ class MediaSettings(Model):
 
 
 class VideoLoading(Model):
-    """Which frames of a video are looked at."""
+    """Which frames of a video are used."""
 
     fps: float | None = None
     num_frames: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -129,7 +129,7 @@ VLLM_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class StreamOptions(Model):
-    """What a stream has beside its words."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -137,7 +137,7 @@ class StreamOptions(Model):
 
 
 class RequestFields(Model):
-    """What every request for an answer may say: of whom it is asked, how tokens are chosen, and for whom it is."""
+    """Fields of every request for an answer: the model, sampling, and the user."""
 
     model: str | None = None
     temperature: float | None = None
@@ -175,7 +175,7 @@ class ResponseFormat(Model):
 
     @property
     def structural_tag(self) -> dict[str, Any]:
-        """What it says as one."""
+        """The structural tag that it states."""
         given = {"format": self.format, "structures": self.structures, "triggers": self.triggers}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -187,13 +187,13 @@ class ResponseFormat(Model):
 
 
 class TruncationFields(Model):
-    """vLLM's way to say how long a prompt may be, and where it is cut."""
+    """vLLM's fields for truncating a prompt."""
 
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
 
     def truncation(self, side: Literal["left", "right"]) -> dict[str, Any]:
-        """As the contract has it; where nothing is said, this side is cut off."""
+        """The contract's form; `side` is cut off by default."""
         if self.truncate_prompt_tokens is None:
             return {}
         end = (self.truncation_side or side) == "right"
@@ -201,7 +201,7 @@ class TruncationFields(Model):
 
 
 class SamplingFields(RequestFields, TruncationFields):
-    """When an answer ends besides, and what form it has; and what vLLM's users add to a request."""
+    """Further ends of an answer, its form, and fields that vLLM adds."""
 
     n: Int | None = None
     stop: (
@@ -233,7 +233,7 @@ class SamplingFields(RequestFields, TruncationFields):
 
     @property
     def shows_stop(self) -> bool | None:
-        """Whether what ends an answer is part of its text, by vLLM's name of it or SGLang's."""
+        """Whether the stop text is part of the answer, by vLLM's or SGLang's name."""
         return self.no_stop_trim if self.include_stop_str_in_output is None else self.include_stop_str_in_output
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from gateway.stream import json_answer
 
 
 class Load:
-    """Answers with what was heard last, so that asking often costs the services nothing."""
+    """Answers with the last known state, so that frequent requests cost the services nothing."""
 
     def __init__(self, services: LlmServices) -> None:
         self._services = services

@@ -24,11 +24,11 @@ from gateway.tools import places_of
 from twinlens.v1 import llm_pb2
 
 _VERSIONS = ("2023-06-01", "2026-10-21")
-"""Of the API. The later one only refuses more, such as temperatures, which concerns models that are not here."""
+"""Versions of the API. The later one only refuses more, such as temperatures, for models that are not served here."""
 
 
 class Messages:
-    """Answers requests for messages, and for what they would cost."""
+    """Answers requests for messages, and for their token counts."""
 
     def __init__(self, services: LlmServices, generations: Generations, chats: ChatAnswers) -> None:
         self._services = services
@@ -80,8 +80,8 @@ class Messages:
         return json_answer({"input_tokens": count})
 
     async def _laid_out(self, request: llm_pb2.GenerateRequest, context: RequestContext) -> int:
-        """Tokens of a prompt with media, which encoders have to look at: it is laid out as for an answer, which is
-        given up before it begins."""
+        """Number of tokens of a prompt with media, which encoders must inspect: it is laid out as for an answer, which
+        is cancelled before it begins."""
         request.sampling.CopyFrom(llm_pb2.SamplingParams(max_tokens=1))
         request.max_handovers = 0
         async with aclosing(self._generations.events(request, context)) as events:
@@ -92,7 +92,7 @@ class Messages:
 
 
 def _check_version(request: Request) -> None:
-    """Raises InvalidInput for another version of the API than those that are served; it may be left out."""
+    """Raises InvalidInput for a version of the API that is not served; it may be missing."""
     if request.headers.get("anthropic-version", _VERSIONS[-1]) not in _VERSIONS:
         why = f"the supported versions are {' and '.join(_VERSIONS)}"
         raise InvalidInput(why, reason="BAD_FIELD", field="anthropic-version")
@@ -101,7 +101,7 @@ def _check_version(request: Request) -> None:
 async def _told(
     generation: AsyncGenerator[ChatEvent], answer: Answer, places: Places
 ) -> AsyncGenerator[list[dict[str, Any]]]:
-    """What a stream tells, in order: what belongs together as one."""
+    """The events of a stream, in order; each list belongs together."""
     try:
         async with aclosing(generation) as events:
             async for said in events:

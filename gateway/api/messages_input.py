@@ -29,14 +29,14 @@ from gateway.api.messages_request import (
 from gateway.errors import from_validation
 
 _ALIKE = ("model", "cache_salt", "temperature", "top_p", "top_k", "stream", "max_tokens", "priority", "max_handovers")
-"""Fields that both sides call alike."""
+"""Fields with the same name on both sides."""
 _MAY_HOLD: dict[str, tuple[type[Block], ...]] = {
     "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }
 _FAILED = {"type": "text", "text": "Error:\n"}
-"""What stands before the result of a call that failed: chat templates have no other place for it."""
+"""Precedes the result of a failed call: chat templates have no other place for it."""
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?.*")
 _TOOL = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
 _CALLED = {"stop": "stop_sequences", "response_format": "output_config.format", "parameters": "input_schema"}
@@ -47,14 +47,14 @@ _FORMS = ("json_schema", "structured_outputs")
 
 @dataclass(slots=True)
 class _Place:
-    """Where a message of the chat, and each of its parts, stands in the request."""
+    """The path, in the request, of a chat's message and of each of its parts."""
 
     message: str
     parts: list[str] = field(default_factory=list)
 
 
 class Places:
-    """Where the parts of a chat stand in the request that it was made of. `form` is what says the answer's form."""
+    """The paths, in the original request, of a chat's parts. `form` is the path of the answer's form."""
 
     def __init__(self, form: str) -> None:
         self._form = form
@@ -73,7 +73,7 @@ class Places:
 
 
 def as_chat(asked: CountRequest) -> tuple[ChatRequest, Places]:
-    """The same as a chat, and where its parts stand. Raises InvalidInput, by the names that fields have here."""
+    """The same as a chat, and the paths of its parts. Raises InvalidInput, with field names of this surface."""
     config = asked.output_config or OutputConfig()
     turns = _Turns(Places("output_config.format" if config.format else "tools"))
     if asked.system is not None:
@@ -129,8 +129,8 @@ def _function(tool: CustomTool) -> dict[str, Any]:
 
 
 class _Turns:
-    """Messages of a chat. Consecutive turns of one side are one message, as Anthropic has it; results of calls, which
-    stand in the user's turn, are messages of their own."""
+    """Messages of a chat. As in Anthropic's API, consecutive turns of one side are one message; results of calls, which
+    are in the user's turn, become messages of their own."""
 
     def __init__(self, places: Places) -> None:
         self.places = places
@@ -140,7 +140,7 @@ class _Turns:
 
     @property
     def end_with_assistant(self) -> bool:
-        """An answer goes on behind the last message."""
+        """The answer continues the last message."""
         return bool(self.messages[-1]["role"] == "assistant")
 
     @property
@@ -178,7 +178,7 @@ class _Turns:
                 self._block(block, place)
 
     def end(self) -> None:
-        """No message comes any more: says of each what was thought."""
+        """Ends the last message, and assigns reasoning to each."""
         for number, thoughts in self._thoughts.items():
             self.messages[number]["reasoning_content"] = "".join(thoughts)
 
@@ -187,7 +187,7 @@ class _Turns:
         self.places.messages.append(_Place(path))
 
     def _go_on(self, role: str, path: str) -> None:
-        """Makes sure that the message which is open is this role's; of the system, each stands alone."""
+        """Makes sure that the open message has this role; system messages stay apart."""
         goes_on = bool(self.messages) and self.messages[-1]["role"] == role
         if not goes_on or (role == "system" and self.places.messages[-1].message != path):
             self._open(role, path)
@@ -206,7 +206,7 @@ class _Turns:
                 self.messages[-1].setdefault("tool_calls", []).append(call)
 
     def _result(self, block: ToolResultBlock, place: str) -> None:
-        """What a call has given, as a message of its own."""
+        """The result of a call, as a message of its own."""
         self._open("tool", place)
         self.messages[-1]["tool_call_id"] = block.tool_use_id
         if block.is_error:

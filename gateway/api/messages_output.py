@@ -1,4 +1,4 @@
-"""A message as it comes about: its blocks, and what a stream tells of them."""
+"""Builds a message: its blocks, and the events of a stream."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _POLICY: Final = (
     "media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""The page loads what is here and nothing else, shows files of its user, and makes no markup of any text."""
+"""The page loads only files from here, shows its user's files, and never renders text as markup."""
 _HEADERS: Final = {
     "cache-control": "no-cache",  # kept, and asked about each time: another release has other files
     "content-security-policy": _POLICY,
@@ -45,14 +45,14 @@ class _File:
 
 
 class Page:
-    """The page's files, read once: what is asked for is looked up among them, so that no path leads elsewhere."""
+    """The page's files, read once: requested names are looked up among them, so no path leads elsewhere."""
 
     def __init__(self) -> None:
         self._files = {path.name: _read(path) for path in _FOLDER.iterdir() if path.suffix in _KINDS}
 
     @property
     def routes(self) -> list[Route]:
-        """Where they are."""
+        """The paths of these files."""
         return [
             Route("/", self.index, methods=["GET"]),
             Route("/page/{name}", self.file, methods=["GET"]),

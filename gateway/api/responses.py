@@ -64,7 +64,7 @@ def _chat(asked: ResponsesRequest, places: list[int]) -> ChatRequest:
 async def _told(
     generation: AsyncGenerator[ChatEvent], output: Output, places: list[int]
 ) -> AsyncGenerator[dict[str, Any]]:
-    """What a stream tells, in order."""
+    """The events of a stream, in order."""
     try:
         async with aclosing(generation) as events:
             async for said in events:

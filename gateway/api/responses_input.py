@@ -59,7 +59,7 @@ def _named(function: NamedFunction) -> dict[str, Any]:
 
 
 def _messages(asked: ResponsesRequest, places: list[int]) -> Iterator[dict[str, Any]]:
-    """Messages of a chat. What the model thought and called goes with what it said, as one message."""
+    """The messages of a chat. An assistant's reasoning, calls and text become one message."""
     if asked.instructions:
         places.append(-1)
         yield {"role": "system", "content": asked.instructions}
@@ -108,7 +108,7 @@ def _messages(asked: ResponsesRequest, places: list[int]) -> Iterator[dict[str, 
 
 
 def _whole(own: dict[str, Any]) -> dict[str, Any]:
-    """A message of the model's, which says nothing where its answer was cut off before it had thought to the end."""
+    """The model's own message, which is empty if its answer was cut off during reasoning."""
     return own if "tool_calls" in own else {"content": "", **own}
 
 

@@ -1,4 +1,4 @@
-"""A response as it comes about: its items, and what a stream tells of them."""
+"""Builds a response: its items, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twinlens.v1 import llm_pb2
 
 
 class Output:
-    """What has been said so far, as the items of a response, and what a stream tells of it."""
+    """The output so far, as the items of a response, and the events of a stream."""
 
     def __init__(self, asked: ResponsesRequest, request_id: str, model: str) -> None:
         self._items: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ class Output:
         }
 
     def add(self, said: ChatEvent) -> Iterator[dict[str, Any]]:
-        """Takes more of it in; what a stream says of it."""
+        """Takes more output; returns the events of a stream."""
         match said:
             case llm_pb2.GenerateStarted():
                 yield {"type": "response.created", "response": self.response()}
@@ -125,7 +125,7 @@ class Output:
         return event({**told, "sequence_number": self._told - 1}, told["type"])
 
     def failed(self, error: TwinlensError) -> bytes:
-        """What the stream ends with that has begun and fails."""
+        """The last event of a stream that fails after it has begun."""
         self._error = error
         if self._open:
             self._items[-1]["status"] = "incomplete"

@@ -1,4 +1,4 @@
-"""What `POST /v1/responses` takes."""
+"""The body of `POST /v1/responses`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Content = Annotated[Annotated[str, Tag("$text")] | Annotated[Parts, Tag("$list")
 
 
 class Item(Model):
-    """One item of the conversation so far; which fields it has is for its `type` to say."""
+    """One item of the conversation so far; its `type` determines its fields."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -61,7 +61,7 @@ class CallItem(Item):
 
 
 class ResultItem(Item):
-    """What a call has given."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -69,7 +69,7 @@ class ResultItem(Item):
 
 
 class ReasoningText(Model):
-    """A part of what the model thought."""
+    """A part of the model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
@@ -83,7 +83,7 @@ class SummaryText(Model):
 
 
 class ReasoningItem(Item):
-    """What the model thought, or, from elsewhere, a summary alone."""
+    """The model's reasoning, or, from other servers, only a summary."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryText], Field(max_length=4096, fail_fast=True)] | None = None
@@ -135,7 +135,7 @@ class TextSettings(Model):
 
 
 class Reasoning(Model):
-    """How much the model thinks. What it thinks is told whole, which is what a summary of the `auto` kind may be."""
+    """How much the model thinks. Reasoning is returned in full, which is a valid `auto` summary."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": ("auto",), "generate_summary": ("auto",)}
 
@@ -159,8 +159,7 @@ ToolChoice = Annotated[
 
 
 class StreamSettings(Model):
-    """What a stream has beside its events. Usage is told at its end whether it is asked for, as some clients do, or
-    not."""
+    """Options of a stream. Usage is reported at its end whether asked for, as by some clients, or not."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "include_obfuscation": (False,),

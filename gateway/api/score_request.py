@@ -1,4 +1,4 @@
-"""What `POST /v1/rerank` and `POST /score` take."""
+"""The bodies of `POST /v1/rerank` and `POST /score`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ContentDocument(Model):
 
 
 def _form(value: Any) -> str:
-    """The alternative of what is scored."""
+    """The kind of what is scored."""
     if isinstance(value, dict):
         return "$object" if "text" in value else "$content"
     return "$text"
@@ -50,7 +50,7 @@ OneOrMore = Annotated[
 
 
 class ScoringFields(TruncationFields):
-    """What both may say."""
+    """Fields of both."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"max_tokens_per_doc": (0,)}
 

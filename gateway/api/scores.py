@@ -1,4 +1,4 @@
-"""`POST /v1/rerank` and `POST /score`: how near documents are to a query, or how a reranker judges them."""
+"""`POST /v1/rerank` and `POST /score`: similarity of documents to a query, or a reranker's judgement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gateway.stream import json_answer
 from twinlens.v1 import llm_pb2
 
 Sides = tuple[dict[str, Document], dict[str, Document]]
-"""What is scored, on both sides, by where it stands in the body."""
+"""What is scored, on both sides, by its place in the body."""
 
 
 class Scores:
@@ -136,7 +136,7 @@ class Scores:
     def _messages(
         self, asked: ScoringFields, name: str, documents: Sequence[tuple[str, Document]]
     ) -> list[llm_pb2.EmbedRequest]:
-        """What LLM services are asked of each, which comes with where it stands."""
+        """The LLM services' requests for documents, given with their places."""
         each = (_embed_request(asked, f"{name[:120]}-{number}", *document) for number, document in enumerate(documents))
         return list(prompt_inputs.within(self._batches.max_bytes, each))
 
@@ -148,7 +148,7 @@ class Scores:
 
 
 def _places(field: str, given: Any, most: int) -> dict[str, Document]:
-    """Each document by where it stands. Raises InvalidInput for more than `most`, or none."""
+    """Each document by its place. Raises InvalidInput for more than `most`, or none."""
     if not isinstance(given, list):
         return {field: given}
     prompt_inputs.check_prompts(len(given), most, field)
@@ -193,7 +193,8 @@ def _told(document: Document) -> dict[str, Any]:
 
 
 def _cosines(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
-    """Of each of the second side with its fellow, or with the only one, of the first; 0 where a vector is."""
+    """Cosine similarity of each vector of the second list with its counterpart, or the only one, of the first; 0 for a
+    zero vector."""
     lengths = [[math.sqrt(sum(map(mul, vector, vector))) for vector in side] for side in (one, other)]
     fellows = [0] * len(other) if len(one) == 1 else range(len(other))
     return [

@@ -19,7 +19,7 @@ from twinlens.v1 import llm_pb2
 
 
 class TokenizeRequest(Model):
-    """vLLM's question about tokens: of a text, which by itself is a prompt, or of a chat."""
+    """vLLM's request for tokens: of a text, which is a whole prompt, or of a chat."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"tools": ([],)}
 
@@ -54,7 +54,7 @@ class DetokenizeRequest(Model):
 
 
 class Tokenizer:
-    """Answers which tokens a text has, and the other way about."""
+    """Converts texts to tokens and back."""
 
     def __init__(self, services: LlmServices) -> None:
         self._services = services

@@ -1,4 +1,4 @@
-"""`POST /v1/audio/transcriptions`: what it takes and how it answers."""
+"""`POST /v1/audio/transcriptions`: its body and responses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SUBTITLES: Final = {"srt": (as_srt, "application/x-subrip"), "vtt": (as_vtt, "t
 
 
 class TranscriptionRequest(RequestFields):
-    """The fields of a form, beside its file."""
+    """The fields of a form besides its file."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chunking_strategy": ("auto",),
@@ -53,7 +53,7 @@ class TranscriptionRequest(RequestFields):
 
     @property
     def with_turns(self) -> bool:
-        """It is wanted who speaks when."""
+        """Whether it should tell who speaks when."""
         return self.response_format in ("diarized_json", *_SUBTITLES)
 
     @property
@@ -64,7 +64,7 @@ class TranscriptionRequest(RequestFields):
 
 @dataclass(slots=True)
 class _Transcript:
-    """What has been said so far."""
+    """The transcript so far."""
 
     words: list[str] = field(default_factory=list)
     turns: Objects = field(default_factory=list)
@@ -117,8 +117,7 @@ class _Transcript:
         return [Cue(turn["start"], turn["end"], turn["speaker"], turn["text"]) for turn in self.turns]
 
     def ending(self, *, with_logprobs: bool) -> dict[str, Any]:
-        """What is told at its end beside the words: how likely their tokens were, where that is asked for, why it
-        ended, and the tokens that it took."""
+        """Fields at its end besides the words: log-probabilities if asked for, the finish reason, and usage."""
         counted = self.finished.usage
         prompt, answer = counted.prompt_tokens, counted.completion_tokens
         details = {"audio_tokens": self.sound_tokens, "text_tokens": prompt - self.sound_tokens}
@@ -164,7 +163,7 @@ class Transcriptions:
 
 
 def _message(asked: TranscriptionRequest, sound: bytes, request_id: str) -> llm_pb2.GenerateRequest:
-    """What the LLM service is asked."""
+    """The LLM service's request."""
     params = sampling_params.choice(asked, asked.max_completion_tokens)
     if asked.temperature is None:
         params.temperature = _GREEDY

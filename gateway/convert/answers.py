@@ -1,4 +1,4 @@
-"""What an LLM service says of an answer, in OpenAI's words."""
+"""Converts an LLM service's answers into OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FINISH = {
 
 
 def media_uuids(started: llm_pb2.GenerateStarted) -> list[str]:
-    """By what each medium of a request can be named from then on: its content key."""
+    """The content keys of a request's media, which later requests can use instead of the media."""
     return [span.key.hex() for span in sorted(started.spans, key=lambda span: span.item)]
 
 
 def named_by_ids(given: Iterable[llm_pb2.TokenLogprobs], ids: Iterable[int]) -> list[llm_pb2.TokenLogprobs]:
-    """The same, with texts that say the tokens' numbers, as vLLM's `return_tokens_as_token_ids`: tokens that are parts
-    of characters look alike otherwise."""
+    """The same, with token numbers as texts, as for vLLM's `return_tokens_as_token_ids`: tokens that are parts of
+    characters look alike otherwise."""
     return [
         llm_pb2.TokenLogprobs(
             logprob=each.logprob,
@@ -68,7 +68,7 @@ def finish(finished: llm_pb2.GenerateFinished) -> dict[str, Any]:
 
 
 def usage(prompts: Iterable[Sequence[llm_pb2.GenerateFinished]]) -> dict[str, Any]:
-    """Tokens of all choices, which are given by prompt: each prompt counts once."""
+    """Usage of all choices, grouped by prompt: each prompt counts once."""
     counted = [[each.usage for each in choices] for choices in prompts]
     prompt = sum(max(each.prompt_tokens for each in choices) for choices in counted if choices)
     cached = sum(max(each.cached_tokens for each in choices) for choices in counted if choices)
@@ -79,7 +79,7 @@ def usage(prompts: Iterable[Sequence[llm_pb2.GenerateFinished]]) -> dict[str, An
 
 
 def usage_of(prompt: int, cached: int, completion: int) -> dict[str, Any]:
-    """Tokens of prompts, those of them that the prefix cache had, and tokens of answers."""
+    """Usage: tokens of prompts, those found in the prefix cache, and tokens of answers."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

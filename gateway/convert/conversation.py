@@ -57,7 +57,7 @@ def chat_input(
 
 
 def continues(final: bool | None, new: bool | None) -> bool:
-    """Whether an answer goes on behind the `final` message, in place of a `new` one. Raises InvalidInput for both, or
+    """Whether an answer continues the `final` message instead of beginning a `new` one. Raises InvalidInput for both or
     neither."""
     if final and new:
         why = "either the final message is continued, or a new one is begun"
@@ -95,7 +95,7 @@ def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.Chat
 
 
 def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest:
-    """What the LLM service is asked. Raises InvalidInput."""
+    """The LLM service's request. Raises InvalidInput."""
     params = sampling(asked, asked.max_completion_tokens)
     if asked.logprobs:
         params.logprobs = asked.top_logprobs or 0
@@ -119,7 +119,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
 def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
     if isinstance(part, TextPart | RefusalPart):
         return llm_pb2.ChatPart(text=part.text)
-    if getattr(part, part.type) is None:  # its options are a part of what it is known by
+    if getattr(part, part.type) is None:  # options are part of the key of cached rows
         key = bytes.fromhex(part.uuid or "")
         return llm_pb2.ChatPart(media=media_pb2.Media(modality=_MODALITIES[part.type], key=key))
     media = _media(part, field)
@@ -141,8 +141,8 @@ def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
 
 
 def _media(part: Any, field: str) -> media_pb2.Media:
-    """A medium whose content came along, in base64, or its address, which nobody but an encoder fetches. A type that is
-    stated says nothing: to OpenAI's callers any picture is a JPEG."""
+    """A medium with its content in base64, or its address, which only encoders fetch. Stated types are ignored:
+    OpenAI's clients call any picture a JPEG."""
     modality = _MODALITIES[part.type]
     if part.type == "input_audio":
         return media_pb2.Media(modality=modality, data=data_url.decode_body(part.input_audio.data, field))

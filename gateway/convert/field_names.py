@@ -1,4 +1,4 @@
-"""What the fields that the LLM service complains of are called by whoever sent them."""
+"""Maps fields in the LLM service's errors to the names that clients know."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from twinlens.v1 import llm_pb2
 
 _FORMS = "guided_json", "guided_regex", "regex", "guided_choice", "guided_grammar", "ebnf", "structured_outputs"
 _STRUCTURES = "json_schema", "regex", "choice", "grammar", "structural_tag"
-"""What has the form of an answer here, and what the contract calls it."""
+"""The fields for an answer's form, which the contract names differently."""
 
 
 def names_of(asked: SamplingFields) -> dict[str, str]:
-    """What the caller of a chat or completion calls fields that have another name here."""
+    """The fields of a chat or completion that have another name in the contract."""
     form = _form_of(asked)
     names = dict.fromkeys(_STRUCTURES, form) if form else {}
     if not isinstance(asked, ChatRequest):
@@ -30,7 +30,7 @@ def names_of(asked: SamplingFields) -> dict[str, str]:
 
 
 def _form_of(asked: SamplingFields) -> str:
-    """The field that says which form the answer must have; empty where none does."""
+    """The field with the answer's form; empty if there is none."""
     given = next((name for name in _FORMS if getattr(asked, name) is not None), "")
     if given:
         return given
@@ -42,7 +42,7 @@ def _form_of(asked: SamplingFields) -> str:
 async def named_by(
     names: Mapping[str, str], events: AsyncGenerator[llm_pb2.GenerateResponse]
 ) -> AsyncGenerator[llm_pb2.GenerateResponse]:
-    """The same events; what is wrong with a field is so with the one that the caller knows, by `names_of`."""
+    """The same events; errors name the fields that the caller knows, by `names_of`."""
     async with aclosing(events) as each:
         try:
             async for said in each:

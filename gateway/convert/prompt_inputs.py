@@ -16,7 +16,7 @@ Request = TypeVar("Request", llm_pb2.GenerateRequest, llm_pb2.EmbedRequest)
 def generate_request(
     asked: RequestFields, params: llm_pb2.SamplingParams, request_id: str, **prompt: Any
 ) -> llm_pb2.GenerateRequest:
-    """The whole request; `prompt` is one of its inputs, and what else only one surface has."""
+    """The whole request; `prompt` is one of its inputs, with fields that only one surface has."""
     return llm_pb2.GenerateRequest(
         request_id=request_id,
         model=asked.model or "",
@@ -29,8 +29,8 @@ def generate_request(
 
 
 def prompts(given: Prompt, most: int, field: str, *, bare: bool) -> list[dict[str, Any]]:
-    """Each prompt of a field that has one or several, as an input by its name; `bare` texts get no special tokens from
-    the tokenizer. Raises InvalidInput for more than there may be at `most`, or none."""
+    """Each prompt of a field with one or several, as an input; `bare` texts get no special tokens from the tokenizer.
+    Raises InvalidInput for more than `most`, or none."""
     each: Any = [given] if shape_of(given) in ("$text", "$tokens") else given
     check_prompts(len(each), most, field)
     return [
@@ -42,14 +42,14 @@ def prompts(given: Prompt, most: int, field: str, *, bare: bool) -> list[dict[st
 
 
 def check_prompts(count: int, most: int, field: str) -> None:
-    """Raises InvalidInput for more prompts than there may be in one request, or none."""
+    """Raises InvalidInput for more prompts than allowed in one request, or none."""
     if not 0 < count <= most:
         raise InvalidInput(f"a request may have 1 to {most} prompts", reason="TOO_MANY_PROMPTS", field=field)
 
 
 def within(limit: int, requests: Iterable[Request]) -> Iterator[Request]:
-    """The requests of a body's prompts, with each of which go the fields that they share. Raises TooLarge where several
-    have more than `limit` bytes together."""
+    """The requests for a body's prompts, each of which repeats the shared fields. Raises TooLarge if several have more
+    than `limit` bytes together."""
     size = 0
     for number, request in enumerate(requests):
         size += request.ByteSize()

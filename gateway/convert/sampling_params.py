@@ -1,4 +1,4 @@
-"""How tokens are chosen, when an answer ends, and which form it has: from the surfaces' fields to the contract's."""
+"""Converts the surfaces' fields for sampling, ends and forms of answers into the contract's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENDS = (
     *("n", "max_tokens", "min_tokens", "ignore_eos"),
     *("thinking_token_budget", "prompt_logprobs", "skip_special_tokens"),
 )
-"""Sampling fields that both sides call alike: how tokens are chosen, and when answers end."""
+"""Sampling fields with the same name on both sides."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -33,8 +33,7 @@ def choice(asked: RequestFields, max_tokens: int | None = None) -> llm_pb2.Sampl
 
 
 def sampling(asked: SamplingFields, max_tokens: int | None = None) -> llm_pb2.SamplingParams:
-    """How tokens are chosen, and when the answer ends. Raises InvalidInput for several forms at once, or a token that
-    is no number."""
+    """The sampling parameters. Raises InvalidInput for several forms at once, or an invalid token."""
     params = llm_pb2.SamplingParams(
         **{name: value for name in _ENDS if (value := getattr(asked, name)) is not None},
         stop=[asked.stop] if isinstance(asked.stop, str) else asked.stop,
@@ -82,7 +81,7 @@ def _set_structure(params: llm_pb2.SamplingParams, asked: SamplingFields) -> Non
 
 
 def set_form(params: llm_pb2.SamplingParams, kind: str, form: str | Sequence[str]) -> None:
-    """Says which form the answer must have. Raises InvalidInput where it must have one already."""
+    """Sets the answer's form. Raises InvalidInput if it has one already."""
     if params.WhichOneof("structured") is not None:
         raise InvalidInput("an answer can have only one form", reason="BAD_FIELD", field="structured_outputs")
     if kind == "choice":
@@ -107,7 +106,7 @@ def set_response_format(params: llm_pb2.SamplingParams, asked: ResponseFormat) -
 
 
 def json_of(schema: dict[str, Any]) -> str:
-    """A schema, or what else is told as JSON."""
+    """A schema or other JSON value as text."""
     return to_json(schema).decode()
 
 
