@@ -118,7 +118,7 @@ class Replica:
         self.starting = False
         self._settings = settings
         self._streams: set[EncodeStream] = set()
-        self._releases: set[asyncio.Task[None]] = set()
+        self._releases: set[asyncio.Task[bool | None]] = set()
         self.last_load = encoder_pb2.EncoderServiceGetLoadResponse()
         self._foreign = ""
         self.full_until = 0.0
@@ -245,22 +245,26 @@ class Replica:
         self._close_transports()
         self.health.suspect()
 
-    def _release(self, lease: str) -> None:
+    def _release(self, lease: str) -> asyncio.Task[bool | None]:
         """Gives a lease back in the background; where that fails, it ends by its time."""
-        task = tasks.start(self._give_back(lease), "give back a lease")
+        task = asyncio.create_task(self._give_back(lease), name="give back a lease")
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
+        return task
 
-    async def _give_back(self, lease: str) -> None:
+    async def _give_back(self, lease: str) -> bool | None:
+        """Returns whether the lease still held; None where the encoder does not say."""
         call: Any = self._connections.stub.Release
         try:
-            await call(
+            answer: encoder_pb2.ReleaseResponse | None = await call(
                 encoder_pb2.ReleaseRequest(leases=[lease]),
                 timeout=_CHECK_TIMEOUT,
                 metadata=self._settings.security.metadata,
             )
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             _log.debug("a lease is not given back", address=self.address, cause=type(error).__name__)
+            return None
+        return None if answer is None else answer.released > 0
 
     def _close_transports(self) -> None:
         for transport in self._transports:

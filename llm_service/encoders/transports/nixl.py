@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from common.aio import tasks
-from common.errors import DataLoss
+from common.errors import LEASE_EXPIRED, DataLoss, Unavailable
 from common.nixl.agent import NixlError
 from common.nixl.messages import AgentMemory
 from common.shm.arena import Range
@@ -23,13 +23,14 @@ _LONGEST_PAUSE = 300.0
 
 class Nixl:
     """The memory of one encoder's agent. What fails is tried again after a pause, longer each time: until then rows
-    come in another way. `release` gives a lease back, by its name."""
+    come in another way. `release` gives a lease back, by its name, in the background; who waits for it hears whether
+    the lease still held, or None where that is not known."""
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_NIXL
     splits = False
     after_break = False
 
-    def __init__(self, address: str, reader: NixlReader, release: Callable[[str], None]) -> None:
+    def __init__(self, address: str, reader: NixlReader, release: Callable[[str], Awaitable[bool | None]]) -> None:
         self._address = address
         self._reader = reader
         self._release = release
@@ -98,18 +99,30 @@ class Nixl:
 
     async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
         """Reads parts beside each other, checks and copies each, and yields them in their order. The lease is given
-        back at the end, whatever the end is, and nobody writes to `target` any more."""
+        back at the end, whatever the end is, and nobody writes to `target` any more. Raises Unavailable where rows are
+        damaged and the lease had ended before: others lay there by then."""
         handle, memory = run.payload, self._memory
         assert isinstance(handle, encoder_pb2.RowsHandle)
         assert memory is not None
         parts: list[asyncio.Task[int]] = []
+        returned: Awaitable[bool | None] | None = None
         try:
             spans = _parts(handle, len(target), memory)
             for span, crc in zip(spans, handle.part_crc32c, strict=True):
                 at = span.offset - handle.offset
                 parts.append(asyncio.create_task(self._part(memory, span, crc, target[at : at + span.size])))
-            for part in parts:
-                yield await part
+            try:
+                for part in parts:
+                    yield await part
+            except DataLoss as error:
+                if isinstance(error.__cause__, NixlError):
+                    raise
+                returned = self._release(handle.lease)
+                if await returned is False:
+                    late = "the lease on the rows ended before they were read"
+                    raise Unavailable(late, reason=LEASE_EXPIRED) from error
+                self._failed(error)
+                raise
             self._pause = 0.0
         finally:
             for part in parts:
@@ -117,15 +130,13 @@ class Nixl:
             try:
                 await asyncio.gather(*parts, return_exceptions=True)  # it waits, cancelled or not
             finally:
-                self._release(handle.lease)
+                if returned is None:
+                    self._release(handle.lease)
 
     async def _part(self, memory: AgentMemory, span: Range, crc: int, target: memoryview) -> int:
         try:
             async with self._reader.part(memory, span) as data:
                 return await self._reader.copier.copy_checked(target, data, crc)
-        except DataLoss as error:
-            self._failed(error)
-            raise
         except NixlError as error:
             self._failed(error)
             self._anew = True

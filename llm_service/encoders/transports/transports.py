@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from common.rows.wire import DType
 from llm_service.encoders.transports.base import Transport
@@ -23,11 +23,12 @@ def transports_from(
     mirrors: Mirrors | None,
     nixl: NixlReader | None,
     on_lost: Callable[[], None],
-    release: Callable[[str], None],
+    release: Callable[[str], Awaitable[bool | None]],
 ) -> list[Transport]:
     """Those from the encoder at an address, the shortest way first: through memory that is shared with it, where that
     is wanted, and of its devices where ranks have `mirrors`; through memory that is read by `nixl`, where there is
-    that. `on_lost` is called when its process has ended, and `release` with the name of a lease that is used up."""
+    that. `on_lost` is called when its process has ended, and `release` with the name of a lease that is used up: see
+    `Nixl`."""
     ways: list[Transport] = [Inline(dtype)]
     if nixl is not None:
         ways.insert(0, Nixl(address, nixl, release))
