@@ -310,8 +310,7 @@ class LlmServices:
         return next((info for info in infos if info is not None), None)
 
     def fills_a_context(self, tokens: int, model: str) -> bool:
-        """Whether so many tokens, of prompt and answer, are all that a service of this model, or of one with this
-        adapter, has room for."""
+        """Whether so many tokens, of prompt and answer, fill the context of a service with this model or adapter."""
         infos = [service.info for service in self.services if service.serves(model)]
         return any(info is not None and info.context_tokens == tokens for info in infos)
 
@@ -327,9 +326,9 @@ class LlmServices:
             await self._set.close()
 
     async def first_look(self) -> None:
-        """Returns when a service can be used, or all that are on the lists now were asked, or did not answer in time.
+        """Waits until a service can be used, or all listed ones have been asked or did not answer in time.
 
-        Whoever serves before that refuses its first callers for services that are there.
+        A gateway that served earlier would refuse its first callers although there are services.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_SECONDS):
@@ -366,7 +365,7 @@ class LlmServices:
     async def tokenize(
         self, model: str, request: llm_pb2.TokenizeRequest, metadata: Metadata
     ) -> tuple[llm_pb2.TokenizeResponse, llm_pb2.LlmServiceGetInfoResponse]:
-        """Token ids by a service of this model ("": any), and what that service is. Raises TwinlensError."""
+        """Token ids by a service of this model ("": any), and that service's description. Raises TwinlensError."""
         service = self.pick(model, b"")
         reply = await self._short(service.channels.stub.Tokenize, request, metadata)
         return reply, service.info or llm_pb2.LlmServiceGetInfoResponse()
@@ -374,7 +373,7 @@ class LlmServices:
     async def detokenize(
         self, model: str, request: llm_pb2.DetokenizeRequest, metadata: Metadata
     ) -> llm_pb2.DetokenizeResponse:
-        """The text of token ids, likewise."""
+        """The text of token ids, by a service of this model ("": any). Raises TwinlensError."""
         return await self._short(self.pick(model, b"").channels.stub.Detokenize, request, metadata)
 
     async def _short(self, method: Callable[..., Awaitable[Reply]], request: Message, metadata: Metadata) -> Reply:
@@ -384,16 +383,16 @@ class LlmServices:
             raise error_of(error) from None
 
     def pick(self, model: str, key: bytes) -> LlmService:
-        """The service that a request goes to, by its routing key: prompts that begin alike meet the same cache. Where
-        there is none that can serve, it waits at one that is between two engines. Raises NotFound for a model that no
-        service is known to have, Unavailable where there is neither."""
+        """The service for a request, by its routing key, so that prompts that begin alike use the same cache. If none
+        can serve, the request waits at one that is between two engines. Raises NotFound for a model that no known
+        service has, Unavailable if there is no service."""
         waiting = [service for service in self.services if service.between is not None]
         if fitting := self.fitting(model) or [service for service in waiting if not model or service.serves(model)]:
             return self.choose(key, fitting)
         raise self.lack(model)
 
     def lack(self, model: str) -> TwinlensError:
-        """Why nobody serves this model now: none has it, or those that do, or may, cannot serve."""
+        """Why nobody serves this model now: no service has it, or those that have or may have it cannot serve."""
         known = self.services
         served = any(each.serves(model) for each in known) or self.is_coming(model)
         if model and known and all(each.model for each in known) and not served:
@@ -405,8 +404,8 @@ class LlmServices:
         return Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
 
     def elsewhere(self, failure: TwinlensError, model: str, key: bytes, offered: Sequence[LlmService]) -> LlmService:
-        """Where a request of which nothing was answered goes next, after those that it was offered to. Raises the
-        failure, of the last of these, where it would fare no better, or was offered often enough."""
+        """The next service for a request without any answer, after those that it was offered to. Raises the failure of
+        the last of these if another would not help, or it was offered often enough."""
         others = self.fitting(model, offered) if len(offered) < _OFFERS else []
         if not others or not may_fare_better(failure):
             raise failure
@@ -414,18 +413,18 @@ class LlmServices:
         return self.choose(key, others)
 
     def choose(self, key: bytes, fitting: Sequence[LlmService]) -> LlmService:
-        """One of these, likewise."""
+        """One of these services, by the routing key."""
         most = _MOST_ABOVE_MEAN * (sum(service.load for service in fitting) + 1) / len(fitting)
         in_order = ranked(key, fitting, lambda service: service.address)
         return next((service for service in in_order if service.load < most), in_order[0])
 
     def fitting(self, model: str, without: Sequence[LlmService] = ()) -> list[LlmService]:
-        """Those that can serve the model, or the adapter over it ("": any), without some."""
+        """The services that can serve the model or adapter ("": any), without some."""
         usable = [service for service in self.usable if service not in without]
         return [service for service in usable if not model or service.serves(model)]
 
     async def confirm(self, service: LlmService) -> bool:
-        """Whether a service can serve, as it says now and not a while ago. Who asks at once is answered at once."""
+        """Whether a service can serve, asked now. Concurrent callers share the answer."""
         if service.looking is None or service.looking.done():
             service.looking = tasks.start(service.look(self.metadata), f"look at {service.address}")
         await asyncio.shield(service.looking)
@@ -433,25 +432,25 @@ class LlmServices:
 
 
 def may_fare_better(failure: TwinlensError) -> bool:
-    """Whether a request that failed so at one service may fare better at another, which is there, or has room."""
+    """Whether a request that failed at one service may succeed at another, which is up or has room."""
     match failure:
         case Unavailable():
             return failure.reason not in _OF_THE_MEDIA
-        case Exhausted():  # for good, where no retry helps
+        case Exhausted():  # for good: no retry helps
             return failure.retry_after is not None and failure.reason != _SLOW
         case _:
             return False
 
 
 def link_lost(*, begun: bool) -> Unavailable:
-    """What it means to the caller that a call fails by what lies between the services."""
+    """The error for a call that failed between the services."""
     if begun:
         return Unavailable("the stream of the LLM service broke off", reason="STREAM_INTERRUPTED")
     return Unavailable("the LLM service cannot be reached", reason="NO_LLM_SERVICE")
 
 
 def error_of(error: grpc.aio.AioRpcError, *, begun: bool = False) -> TwinlensError:
-    """What a failed call means to the caller, by the names that he has for things; whether its answer had begun."""
+    """The caller's error for a failed call; `begun`: its answer had begun."""
     if is_too_large(error):
         return TooLarge("the request is larger than the LLM service takes", reason="BODY_TOO_LARGE")
     if is_of_the_link(error):

@@ -17,8 +17,8 @@ DONE: Final = b"data: [DONE]\n\n"
 """How a stream of OpenAI's ends that has come to its end."""
 
 SILENCE: Final = 15.0
-"""Seconds without an event after which a stream says that it is still there: much of an answer may be a call, or
-reasoning that is not shown, and what stands in between takes a connection that is silent for one that is dead."""
+"""Seconds without an event after which a stream sends a comment: much of an answer may be a call or hidden reasoning,
+and proxies drop silent connections."""
 _COMMENT: Final = b": still here\n\n"
 
 EVENTS: Final = "text/event-stream"
@@ -32,7 +32,7 @@ def json_answer(content: dict[str, Any]) -> Response:
 
 
 def list_answer(content: dict[str, Any], field: str, elements: Iterable[bytes]) -> Response:
-    """A whole answer with one field more: a list of what is JSON already, as it was written element by element."""
+    """A whole response with one more field: a list of elements that are JSON already, serialised one by one."""
     listed = b',"%s":[%s]}' % (field.encode(), b",".join(elements))
     return Response(to_json(content)[:-1] + listed, media_type="application/json")
 
@@ -72,11 +72,11 @@ class Chunks:
 
 
 class Last(bytes):
-    """The last events of a stream, which goes out with its end: to send is most of what a short part costs."""
+    """The last events of a stream, which go out with its end: sending is most of the cost of a short part."""
 
 
 class EventStream(Response):
-    """Events as they are made. The first is waited for, since what is wrong before it is an ordinary error."""
+    """A stream of events. The first is awaited, since an error before it is an ordinary response."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         super().__init__(media_type=EVENTS, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Cue(NamedTuple):
-    """What is said from one second to another, and by whom, as far as that is known."""
+    """What is said between two times in seconds, and by whom, if known."""
 
     start: float
     end: float

@@ -1,4 +1,4 @@
-"""Where tokens stand in a text, of whose characters each may be made of several."""
+"""Offsets of tokens in a text, whose characters may consist of several tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TextOffsets:
         self._length = 0
 
     def add(self, token: bytes) -> int:
-        """Where the next token stands, by its bytes."""
+        """The offset of the next token, given its bytes."""
         begun, _ = self._characters.getstate()
         first = self._characters.decode(token[:1])
         goes_on = 0x80 <= token[0] < 0xC0 and len(first) < 2 if token else True

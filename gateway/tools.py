@@ -35,8 +35,8 @@ _FORMATS: dict[int, ToolFormat] = {
 
 
 def tool_format(body: ChatRequest, info: llm_pb2.LlmServiceGetInfoResponse | None) -> ToolFormat:
-    """How calls are written: as the model does by itself, unless they are what it must answer. `info` is what its
-    service says of itself, None where nobody is there to be asked. Raises InvalidInput where that does not say."""
+    """The format of calls: the model's own, unless the answer must be calls. `info` is its service's description, None
+    if there is no service. Raises InvalidInput if the format is not stated."""
     if not offered(body):
         return ToolFormat.NONE
     if isinstance(body.tool_choice, NamedTool):
@@ -50,12 +50,12 @@ def tool_format(body: ChatRequest, info: llm_pb2.LlmServiceGetInfoResponse | Non
 
 
 def functions_of(body: ChatRequest) -> dict[str, dict[str, Any]]:
-    """The schemas of what the model may call, by name."""
+    """The schemas of the functions that the model may call, by name."""
     return {tool.function.name: tool.function.parameters or {} for tool in offered(body)}
 
 
 def offered(body: ChatRequest) -> list[Tool]:
-    """What the model may call; it is not told of what it may not."""
+    """The functions that the model may call; it is not told of others."""
     tools = [] if body.tool_choice == "none" else body.tools or []
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
@@ -72,7 +72,7 @@ def offered(body: ChatRequest) -> list[Tool]:
 
 
 def definition(function: Function) -> llm_pb2.ToolDefinition:
-    """A function that the model may call. Where it must, the form of its answer holds it to the parameters, strict or
+    """A function that the model may call. If it must call one, the answer's form holds it to the parameters, strict or
     not."""
     return llm_pb2.ToolDefinition(
         name=function.name,
@@ -83,8 +83,8 @@ def definition(function: Function) -> llm_pb2.ToolDefinition:
 
 
 def forced_form(body: ChatRequest) -> str:
-    """The schema of an answer that must be calls; empty where it need not. What of a function's parameters cannot be
-    compiled is left out where none is strict."""
+    """The schema of an answer that must be calls; empty if it need not. Parts of a function's parameters that cannot be
+    compiled are left out if none is strict."""
     if not body.must_call:
         return ""
     functions = [tool.function for tool in offered(body)]
@@ -93,8 +93,8 @@ def forced_form(body: ChatRequest) -> str:
 
 
 def loose_form(body: ChatRequest) -> str:
-    """The same where it cannot be compiled at all: the arguments of functions that are not strict are any object; empty
-    where all are."""
+    """The same if it cannot be compiled at all: functions that are not strict take any object as arguments; empty if
+    all are strict."""
     functions = [tool.function for tool in offered(body)] if body.must_call else []
     if all(each.strict for each in functions):
         return ""
@@ -104,7 +104,7 @@ def loose_form(body: ChatRequest) -> str:
 def _form(
     body: ChatRequest, functions: Sequence[Function], parameters: Sequence[dict[str, Any] | None]
 ) -> dict[str, Any]:
-    """That of calls of these functions, each with these parameters."""
+    """The form of calls to these functions, each with these parameters."""
     if isinstance(body.tool_choice, NamedTool):
         return of_arguments(parameters[0])
     names = [function.name for function in functions]
@@ -114,7 +114,7 @@ def _form(
 
 
 def places_of(body: ChatRequest) -> dict[str, str]:
-    """What the caller calls the fields of functions, where the model is not told of all."""
+    """The caller's names of functions' fields, if the model is not told of all."""
     places = {id(tool): place for place, tool in enumerate(body.tools or ())}
     return {
         f"tools[{number}].function.{field}": f"tools[{places[id(tool)]}].function.{field}"

@@ -50,7 +50,7 @@ class _AsyncClient:
         await self.close()
 
     def _about(self, request: Message) -> tuple[tuple[str, str], ...]:
-        """What a call carries whose request may be large: how large it is, so that a service without room says so."""
+        """The metadata of a call with a large request: its size, so that a service without room can say so."""
         return (*self._metadata, (REQUEST_BYTES, str(request.ByteSize())))
 
     def _limit(self, timeout: float | None) -> float:
@@ -142,7 +142,7 @@ class AsyncLlmClient(_AsyncClient):
         return answer
 
     async def abort(self, *request_ids: str, cache_salt: str = "", timeout: float = UNARY_TIMEOUT) -> int:
-        """Ends requests by name, of those that run under this salt; returns how many of them were running."""
+        """Ends requests with these ids under this salt; returns how many were running."""
         request = v1.AbortRequest(request_ids=request_ids, cache_salt=cache_salt)
         return (await self._unary(self._stub.Abort, request, timeout)).aborted
 
@@ -163,7 +163,7 @@ class AsyncLlmClient(_AsyncClient):
         return (await self._unary(self._stub.Detokenize, v1.DetokenizeRequest(ids=ids), timeout)).text
 
     async def get_info(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceGetInfoResponse:
-        """What the service is."""
+        """The service's description."""
         return await self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest(), timeout)
 
     async def get_load(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceGetLoadResponse:
@@ -214,7 +214,7 @@ class AsyncEncoderClient(_AsyncClient):
         return (await self._unary(self._stub.Release, v1.ReleaseRequest(leases=leases), timeout)).released
 
     async def get_info(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceGetInfoResponse:
-        """What the service is."""
+        """The service's description."""
         return await self._unary(self._stub.GetInfo, v1.EncoderServiceGetInfoRequest(), timeout)
 
     async def get_load(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceGetLoadResponse:

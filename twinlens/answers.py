@@ -19,8 +19,8 @@ from twinlens.v1 import (
 
 @dataclass(slots=True)
 class Completion:
-    """One choice. `timings` is in seconds by stage; `logprobs` has one entry for each token, if asked for. Of a
-    transcript `turns` say who speaks when, where the model tells that."""
+    """One choice. `timings` is in seconds by stage; `logprobs` has one entry for each token, if asked for. For a
+    transcript, `turns` say who speaks when, if the model tells that."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -50,10 +50,10 @@ class Completion:
 
 @dataclass(slots=True)
 class Answer:
-    """What a generation has said so far. `started` tells where the media stand in the prompt.
+    """The result of a generation so far. `started` says where the media are in the prompt.
 
-    Where `prompt_logprobs` were asked for, they and `prompt_token_ids` have one entry for each token of the prompt from
-    the second on; the first has nothing before it.
+    If `prompt_logprobs` were asked for, they and `prompt_token_ids` have one entry for each token of the prompt from
+    the second on.
     """
 
     started: GenerateStarted = field(default_factory=GenerateStarted)

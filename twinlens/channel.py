@@ -34,12 +34,12 @@ _OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     # The transport's own ping timeout, a minute by default, decides when a silent peer is given up.
     ("grpc.http2.ping_timeout_ms", 5_000),
-    # A name's addresses are asked for again once a connection is gone, but not within half a minute of the last time,
-    # in which all that were known may have been replaced.
+    # A name is resolved again once a connection is lost. gRPC's default is at most once in half a minute, in which all
+    # known addresses may have been replaced.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.service_config", _SERVICE_CONFIG),
-    # With gRPC's own retries a stream read by a thread may wait for ever, whatever its deadline, if the service stops
-    # as the call reaches it: one in 20 did (1.70 to 1.85). Without them the caller is told UNAVAILABLE.
+    # With gRPC's own retries, a stream read by a thread may wait forever, whatever its deadline, if the service stops
+    # as the call reaches it: one in 20 did (1.70 to 1.85). Without them the caller gets UNAVAILABLE.
     ("grpc.enable_retries", 0),
     ("grpc.primary_user_agent", f"twinlens/{__version__}"),
 ]
@@ -47,11 +47,10 @@ _OPTIONS: list[tuple[str, str | int]] = [
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What a TLS connection needs, as PEM files. `Tls()` trusts the public roots.
+    """TLS settings, as PEM files. `Tls()` trusts the public roots.
 
-    `ca_file` holds the roots to trust instead. `cert_file` and `key_file`, given together, present a client
-    certificate. `server_name` is the name expected in the service's certificate where it is not the address's
-    host.
+    `ca_file` holds the roots to trust instead. `cert_file` and `key_file`, given together, are a client certificate.
+    `server_name` is the name expected in the service's certificate if it is not the address's host.
     """
 
     ca_file: str | Path | None = None
@@ -73,7 +72,7 @@ class Tls:
         )
 
     def check(self, named: Callable[[str], str]) -> None:
-        """Raises as `credentials`; `named` makes of a field's name what a message calls it."""
+        """Raises as `credentials`; `named` turns a field's name into the one used in messages."""
         if self.ca_file is not None:
             credentials.certificates(self.ca_file, named("ca_file"))
         if self.cert_file is not None and self.key_file is not None:
@@ -84,12 +83,12 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A service's address, and how to talk to it.
+    """A service's address, and how to connect to it.
 
-    `address` is whatever gRPC resolves: host:port, dns:///name:port, unix:/path. `token` is sent with every
-    call as `authorization: Bearer …`; without TLS it is refused (ValueError) for another machine, unless
-    `plaintext_token` says that the network is trusted. `tls` None means plaintext. A proxy that the environment
-    names (`https_proxy`, `http_proxy`) is used for other machines alone.
+    `address` is anything that gRPC resolves: host:port, dns:///name:port, unix:/path. `token` is sent with every call
+    as `authorization: Bearer …`; without TLS it is refused (ValueError) for other machines, unless `plaintext_token`
+    says that the network is trusted. `tls` None means plaintext. A proxy from the environment (`https_proxy`,
+    `http_proxy`) is only used for other machines.
     """
 
     address: str
@@ -113,12 +112,12 @@ class Endpoint:
 
     @property
     def names_port(self) -> bool:
-        """Whether the address says a port, or is a socket's; gRPC takes 443 where it does not."""
+        """Whether the address has a port, or is a socket; gRPC uses 443 otherwise."""
         return self.address.startswith(_SOCKETS) or (":" in self.address and _port(self.address) > 0)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries."""
+        """The metadata of every call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def open(self) -> grpc.Channel:

@@ -27,7 +27,7 @@ UNARY_TIMEOUT = 10.0
 """Seconds that any other call may take, unless it says otherwise."""
 
 LOAD_TIMEOUT = 300.0
-"""The same of a call that has a LoRA adapter read, which may be large."""
+"""For calls that load a LoRA adapter, which may be large."""
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -54,7 +54,7 @@ class _Client:
         self.close()
 
     def _about(self, request: Message) -> tuple[tuple[str, str], ...]:
-        """What a call carries whose request may be large: how large it is, so that a service without room says so."""
+        """The metadata of a call with a large request: its size, so that a service without room can say so."""
         return (*self._metadata, (REQUEST_BYTES, str(request.ByteSize())))
 
     def _limit(self, timeout: float | None) -> float:
@@ -146,7 +146,7 @@ class LlmClient(_Client):
         return answer
 
     def abort(self, *request_ids: str, cache_salt: str = "", timeout: float = UNARY_TIMEOUT) -> int:
-        """Ends requests by name, of those that run under this salt; returns how many of them were running."""
+        """Ends requests with these ids under this salt; returns how many were running."""
         request = v1.AbortRequest(request_ids=request_ids, cache_salt=cache_salt)
         return self._unary(self._stub.Abort, request, timeout).aborted
 
@@ -167,7 +167,7 @@ class LlmClient(_Client):
         return self._unary(self._stub.Detokenize, v1.DetokenizeRequest(ids=ids), timeout).text
 
     def get_info(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceGetInfoResponse:
-        """What the service is."""
+        """The service's description."""
         return self._unary(self._stub.GetInfo, v1.LlmServiceGetInfoRequest(), timeout)
 
     def get_load(self, *, timeout: float = UNARY_TIMEOUT) -> v1.LlmServiceGetLoadResponse:
@@ -217,7 +217,7 @@ class EncoderClient(_Client):
         return self._unary(self._stub.Release, v1.ReleaseRequest(leases=leases), timeout).released
 
     def get_info(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceGetInfoResponse:
-        """What the service is."""
+        """The service's description."""
         return self._unary(self._stub.GetInfo, v1.EncoderServiceGetInfoRequest(), timeout)
 
     def get_load(self, *, timeout: float = UNARY_TIMEOUT) -> v1.EncoderServiceGetLoadResponse:

@@ -1,4 +1,4 @@
-"""Certificates and keys as PEM files. What is wrong with one is said before gRPC sees it, which says little."""
+"""Certificates and keys as PEM files. They are checked before gRPC sees them, whose errors say little."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def private_key(path: str | Path, option: str) -> bytes:
 
 
 def check_pair(cert: str | Path, key: str | Path, cert_option: str, key_option: str) -> None:
-    """Raises ValueError where a key is not the one of the first certificate in a file."""
+    """Raises ValueError if a key does not belong to the first certificate in a file."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key)
     except ssl.SSLError as error:
@@ -40,8 +40,8 @@ def check_pair(cert: str | Path, key: str | Path, cert_option: str, key_option: 
 def check_files(
     *, ca: tuple[str, str] = ("", ""), cert: tuple[str, str] = ("", ""), key: tuple[str, str] = ("", "")
 ) -> None:
-    """Raises ValueError, with the option and what to do, where a file cannot be used for TLS. Each is an option and its
-    file; one without a file is left out."""
+    """Raises ValueError, with the option and what to do, if a file cannot be used for TLS. Each is an option and its
+    file; options without a file are skipped."""
     try:
         if ca[1]:
             certificates(ca[1], ca[0])

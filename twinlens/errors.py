@@ -25,12 +25,12 @@ _NUMBERS: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.Sta
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
 )
-"""What gRPC says of a stream that the other side, or what lies between, has let go of."""
+"""gRPC's statuses of a stream that the other side, or a proxy, has closed."""
 _OVERLOAD = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
 class FailedCall(Protocol):
-    """What `grpc.RpcError` and `grpc.aio.AioRpcError` have in common, though no shared type says so."""
+    """What `grpc.RpcError` and `grpc.aio.AioRpcError` have in common, without a shared type."""
 
     def code(self) -> grpc.StatusCode | None:
         """The gRPC status code."""
@@ -42,9 +42,9 @@ class FailedCall(Protocol):
 class TwinlensError(Exception):
     """A call that did not succeed.
 
-    `code` is the gRPC status code, `reason` a stable upper-case word such as IMAGE_TOO_LARGE ("" if the
-    service gave none), `field` the path of the request field at fault ("" if no single one), `retry_after`
-    seconds after which a retry can help (None: the service did not suggest one).
+    `code` is the gRPC status code, `reason` a stable upper-case word such as IMAGE_TOO_LARGE ("" if the service gave
+    none), `field` the path of the request field at fault ("" if no single one), `retry_after` seconds after which a
+    retry can help (None: the service did not suggest one).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TwinlensError(Exception):
         self.retry_after = retry_after
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors cross from a process of a pool to the one that waits, which would call them with their text alone."""
+        """Makes errors picklable: they would be recreated from their text alone."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     @property
@@ -78,14 +78,14 @@ class TwinlensError(Exception):
 
 
 class NotReachableError(TwinlensError):
-    """No service answered: wrong address, not started, gone, or a TLS handshake that failed.
+    """No service answered: wrong address, not started, gone, or a failed TLS handshake.
 
-    `obstacle` is which of these it was, where gRPC's words, the `message`, tell it.
+    `obstacle` says which, if gRPC's `message` tells it.
     """
 
     @property
     def obstacle(self) -> Obstacle | None:
-        """What stands in the way; None where that is not known."""
+        """What is in the way; None if unknown."""
         return obstacle_in(self.message)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class InterruptedStreamError(TwinlensError):
 
 
 def error_from(call: FailedCall, events: int = 0) -> TwinlensError:
-    """Turns a failed gRPC call, of which so many `events` had come, into the error that says most about it."""
+    """Turns a failed gRPC call, after so many `events`, into the most specific error."""
     code = call.code() or grpc.StatusCode.UNKNOWN
     status = _status_of(call)
     if status is not None:
@@ -130,7 +130,7 @@ def error_from(call: FailedCall, events: int = 0) -> TwinlensError:
 
 
 def _status_of(call: FailedCall) -> Status | None:
-    """The service's own words, or None where the trailer is missing or not ours."""
+    """The service's own status; None if the trailer is missing or not ours."""
     trailers = getattr(call, "trailing_metadata", lambda: None)() or ()
     for key, value in trailers:
         if key == STATUS_TRAILER and isinstance(value, bytes):

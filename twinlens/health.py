@@ -1,7 +1,7 @@
-"""Asks the standard health service of a gRPC server, without the package that has its stubs.
+"""Asks a gRPC server's standard health service, without the package that has its stubs.
 
-The protocol is `grpc.health.v1`: the request's field 1 is a service name, the response's field 1 an enum.
-Both fit in a few bytes, which are written and read here.
+The protocol is `grpc.health.v1`: the request's field 1 is a service name, the response's field 1 an enum. Both take a
+few bytes, which are encoded and decoded here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _METHOD = "/grpc.health.v1.Health/Check"
 
 
 class Health(IntEnum):
-    """What a server says of a service; the numbers are the protocol's."""
+    """A server's answer about a service; numbers are the protocol's."""
 
     UNKNOWN = 0
     SERVING = 1

@@ -1,4 +1,4 @@
-"""What stands between a client and a service, told from what gRPC says of a connection that failed."""
+"""What is between a client and a service, derived from gRPC's text about a failed connection."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAID = {
     "ping timeout": Obstacle.SILENT,
     "Connection reset by peer": Obstacle.CLOSED,
 }
-"""What gRPC's text has in it. These words are not promised by anyone; where they change, gRPC's own are shown."""
+"""Phrases in gRPC's text. gRPC does not promise these; if they change, its own text is shown."""
 
 
 def obstacle_in(details: str) -> Obstacle | None:

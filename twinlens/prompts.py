@@ -37,8 +37,8 @@ Source: TypeAlias = "str | Path | bytes"
 Prompt: TypeAlias = (
     "str | ChatMessage | Sequence[ChatMessage] | ChatInput | TextInput | TokensInput | TranscriptionInput"
 )
-"""A question; one message; a conversation; a prompt that is laid out or tokenized already; or a sound whose words are
-wanted."""
+"""A question; one message; a conversation; a prompt laid out or tokenized by the caller; or a sound to be
+transcribed."""
 
 
 def image(

@@ -14,7 +14,7 @@ from gateway.output_parser import ArgumentsDelta, CallLeftOpen, CallStart, Piece
 from twinlens.v1 import llm_pb2
 
 _SIGNATURE: Final = "unsigned"
-"""Of what the model thought. Clients send such a block back only if it has one; nothing here needs it."""
+"""Signature of reasoning blocks. Clients only send such a block back if it has one; it is not used here."""
 _DELTAS: Final = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -31,7 +31,7 @@ class _Block:
     pieces: list[str] = field(default_factory=list)
 
     def content(self) -> dict[str, Any]:
-        """All of it."""
+        """The whole block."""
         said = "".join(self.pieces)
         match self.head["type"]:
             case "tool_use":
@@ -43,8 +43,8 @@ class _Block:
 
 
 class Answer:
-    """What has been said so far, as blocks of a message, and what a stream tells of it. `fills` says whether so many
-    tokens, of prompt and answer, fill a context."""
+    """The output so far, as blocks of a message, and the events of a stream. `fills` says whether so many tokens, of
+    prompt and answer, fill a context."""
 
     def __init__(self, request_id: str, model: str, max_tokens: int, fills: Callable[[int], bool]) -> None:
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
@@ -56,7 +56,7 @@ class Answer:
         self._finished = llm_pb2.GenerateFinished()
 
     def add(self, said: ChatEvent) -> Iterator[dict[str, Any]]:
-        """Takes more of it in; what a stream says of it."""
+        """Takes more output; returns the events of a stream."""
         match said:
             case llm_pb2.GenerateStarted():
                 yield self._start(said)
@@ -94,7 +94,7 @@ class Answer:
         yield {"type": "message_stop"}
 
     def message(self) -> dict[str, Any]:
-        """All of it."""
+        """The whole message."""
         content = [block.content() for block in self._blocks]
         return {**self._head, "content": content, **self._stop(), "usage": _usage(self._finished.usage)}
 
@@ -108,7 +108,7 @@ class Answer:
         elif finished.stop_text:
             reason = "stop_sequence"
         else:
-            reason = "tool_use" if self._calls else "end_turn"  # not where one was begun and is none
+            reason = "tool_use" if self._calls else "end_turn"  # a call that was begun and is malformed does not count
         return {"stop_reason": reason, "stop_sequence": finished.stop_text or None}
 
     def _say(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
@@ -152,7 +152,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _usage(counted: llm_pb2.Usage) -> dict[str, Any]:
-    """Tokens, as Anthropic counts them: those that the prefix cache had are not among the others of the prompt."""
+    """Usage as Anthropic counts it: prompt tokens without those from the prefix cache."""
     return {
         "input_tokens": counted.prompt_tokens - counted.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""What `POST /v1/messages` and `POST /v1/messages/count_tokens` take."""
+"""The bodies of `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _ResultParts = Annotated[
 
 
 class ToolResultBlock(Block):
-    """What a call has given."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -99,7 +99,7 @@ class ToolResultBlock(Block):
 
 
 class ThinkingBlock(Block):
-    """What the model thought. Its signature is whatever an answer had: nobody checks it."""
+    """The model's reasoning. Its signature is whatever the answer had, and is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -151,7 +151,7 @@ Tool = Annotated[Annotated[CustomTool, Tag("$custom")], Discriminator(lambda too
 
 
 class FreeChoice(Model):
-    """The model calls, or does not, or must call whatever it likes."""
+    """The model may call, must not, or must call any function."""
 
     type: Literal["auto", "any"]
     disable_parallel_tool_use: bool | None = None
@@ -206,7 +206,7 @@ class OutputConfig(Model):
 
 
 class CountRequest(Model):
-    """The body of a question about tokens: what of a request becomes its prompt."""
+    """The body of a token count: the part of a request that becomes its prompt."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "speed": ("standard",),

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what is served."""
+"""`GET /v1/models`: the models served."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _POOLINGS: Final = {
 
 
 class Models:
-    """Answers which models there are."""
+    """Lists models."""
 
     def __init__(self, services: LlmServices) -> None:
         self._services = services
 
     async def list(self, request: Request) -> Response:
-        """All models that are served, and the LoRA adapters over them. Raises Unavailable while nobody can serve."""
+        """All served models, and the LoRA adapters over them. Raises Unavailable while none can serve."""
         context_of(request, "models")
-        if not self._services.usable:  # an empty list would say that there are none
+        if not self._services.usable:  # an empty list would mean that there are none
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
         models = [self._model(name, info) for name, info in self._services.models.items()]
         adapters = [self._adapter(name, info) for name, info in self._services.adapters.items()]
         return json_answer({"object": "list", "data": [*models, *adapters]})
 
     async def one(self, request: Request) -> Response:
-        """One of them. Raises NoRoute where none is named, else as `LlmServices.pick`."""
+        """One model. Raises NoRoute if none is named, else as `LlmServices.pick`."""
         context_of(request, "models")
         name = request.path_params["name"]
         if not name:
@@ -74,6 +74,6 @@ class Models:
 
 
 def _embeddings(told: llm_pb2.Embeddings) -> dict[str, Any]:
-    """What the embeddings of a model are."""
+    """The description of a model's embeddings."""
     pooling = _POOLINGS.get(told.pooling)
     return {"dimensions": told.dimensions, "pooling": pooling, "normalized": told.normalized}

@@ -1,4 +1,4 @@
-"""What whoever runs the gateway asks it: health, metrics, the release."""
+"""Endpoints for operators: health, metrics, version."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Operations:
         return json_answer({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:  # noqa: ARG002
-        """What Prometheus scrapes."""
+        """Prometheus metrics."""
         return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, request: Request) -> Response:  # noqa: ARG002

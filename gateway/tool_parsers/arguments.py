@@ -1,5 +1,5 @@
-"""Arguments of a call: as the function's schema has them, where a model's way of writing does not tell a text from what
-looks like a number, and as JSON."""
+"""Arguments of a call: typed by the function's schema, if a model's format does not distinguish text from other values,
+and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS: Final = {str: "string", bool: "boolean", int: "integer", float: "number"
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text; None where it is none, or no answer could hold it: NaN, half of a surrogate pair."""
+    """The value of a JSON text; None if it is invalid, or cannot be in a response: NaN, or a lone surrogate."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -25,7 +25,7 @@ def parsed(text: str) -> Any:
 
 
 def parsed_call(text: str) -> Any:
-    """The same of calls; None as well where an object has a name twice: of a call that is streamed both were told."""
+    """The same for calls; None also if an object has a duplicate key, since a streamed call has reported both."""
     try:
         json.loads(text, object_pairs_hook=_with_each_name_once)
     except (ValueError, RecursionError):
@@ -41,7 +41,7 @@ def _with_each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def written(value: Any) -> str | None:
-    """A value as JSON; None where no answer could hold it."""
+    """A value as JSON; None if it cannot be in a response."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -51,15 +51,15 @@ def written(value: Any) -> str | None:
 
 
 class Schema:
-    """A schema within a function's `parameters`, which are the whole that references are to; one that is no object says
-    nothing."""
+    """A schema within a function's `parameters`, which are the root of references; anything but an object allows
+    all."""
 
     def __init__(self, parameters: Any, part: Any = None) -> None:
         self._whole = parameters
         self._parts = self._alternatives(parameters if part is None else part)
 
     def _alternatives(self, part: Any) -> list[dict[str, Any]]:
-        """It, and those of which one, or all, say what a value is; a schema may name itself again."""
+        """The schema and its alternatives (`anyOf`, `allOf`, …); a schema may refer to itself."""
         found: list[dict[str, Any]] = []
         waiting = [part]
         while waiting and len(found) < _ALTERNATIVES:
@@ -83,7 +83,7 @@ class Schema:
         return {}
 
     def kinds(self) -> set[str]:
-        """The types that a value may have; empty where it does not say."""
+        """The types that a value may have; empty if not stated."""
         found: set[str] = set()
         for part in self._parts:
             stated = part.get("type")
@@ -109,8 +109,7 @@ class Schema:
         return next((part[word] for part in self._parts if word in part), False)
 
     def value_of(self, text: str) -> Any:
-        """What is written without quotes: a text, unless that is not what it says, or not the only thing, and it can be
-        read so."""
+        """The value of an unquoted text: a text, unless the schema allows other types and it parses as one of these."""
         kinds = self.kinds()
         if not kinds or kinds == {"string"}:
             return text
@@ -121,7 +120,7 @@ class Schema:
         return value
 
     def as_said(self, value: Any) -> Any:
-        """A value that a model has written as a text, or not as one, though it is to be the other."""
+        """Converts a value that the model has written as text, or not as text, to the type in the schema."""
         if isinstance(value, str):
             return self.value_of(value)
         if self.kinds() == {"string"} and isinstance(value, (bool, int, float)):

@@ -1,4 +1,4 @@
-"""Calls whose end has not come: the function's name, and of its arguments what is certain, as streams tell it."""
+"""Incomplete calls: the function's name, and the part of its arguments that is certain, for streams."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _WORD = re.compile(r"[^\s,:\[\]{}\"]{1,64}(?=[\s,\]}])")
 
 
 class JsonCopy:
-    """Copies an object that comes in pieces as it is written once it is whole, but for its last bracket: without that,
-    nobody takes it for whole. What is no JSON ends the copy, and so does a number of many digits."""
+    """Copies an object that comes in pieces, as it will be written when complete, except its last bracket: so nobody
+    takes it for complete. Invalid JSON ends the copy, and so does a number with many digits."""
 
     def __init__(self) -> None:
         self._at = 0
-        self._open: list[str] = []  # what closes each object and list that is open
+        self._open: list[str] = []  # closes each open object and list
         self._next = self._value
-        self._may_close = False  # the next thing may be the end of what is open, as nothing stands in it
+        self._may_close = False  # the open one is empty and may end here
         self._is_key = False
         self._goes_on = True
 
     def more(self, text: str, begin: int) -> str:
-        """What has become certain. The object begins at this place; each text begins with the one before."""
+        """The text that has become certain. The object begins at `begin`; each text begins with the one before."""
         out: list[str] = []
         self._at = self._at or begin
         while self._goes_on and self._at < len(text):
@@ -55,7 +55,7 @@ class JsonCopy:
         return self._takes(bracket, out)
 
     def _takes(self, sign: str, out: list[str]) -> bool:
-        """A value is over, or what separates it from the next."""
+        """A value has ended; takes the separator from the next."""
         self._at += 1
         out.append(sign)
         self._may_close = False
@@ -79,7 +79,7 @@ class JsonCopy:
         return self._word(text, out)
 
     def _word(self, text: str, out: list[str]) -> bool:
-        """A number, or a word that stands for a value: it is certain by what comes behind it."""
+        """A number or a literal: it is certain when something follows it."""
         word = _WORD.match(text, self._at)
         if word is None:
             return False if len(text) - self._at <= _LONGEST_WORD else self._ended()
@@ -139,8 +139,8 @@ class JsonCopy:
 
 
 class BegunCall:
-    """The call that stands behind a mark, if it is one of a function that is offered. `heads`: what stands before its
-    arguments, with its `name`."""
+    """The call behind a mark, if it is one of an offered function. `heads`: the text before its arguments, with its
+    `name`."""
 
     def __init__(self, heads: tuple[re.Pattern[str], ...], functions: Functions) -> None:
         self._heads, self._functions = heads, functions
@@ -151,7 +151,7 @@ class BegunCall:
         """Characters of its arguments that were told."""
 
     def more(self, text: str) -> str:
-        """What has become certain of its arguments; the name is known from the first on. Each text begins with the one
+        """The arguments that have become certain; the name is known from the first on. Each text begins with the one
         before."""
         if not self.name:
             head = next(filter(None, (head.match(text) for head in self._heads)), None)

@@ -1,4 +1,5 @@
-"""Where JSON ends in a text that comes in pieces, or that it is none: by its brackets, texts and separators alone."""
+"""Finds where JSON ends in a text that comes in pieces, or that it is invalid, by brackets, strings and separators
+alone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _CLOSED_BY: Final = {"{": "}", "[": "]"}
 
 
 class _Next(Enum):
-    """What comes next; of an object or list that begins, maybe its end."""
+    """What comes next; for an object or list that begins, its end as well."""
 
     FIRST_KEY = auto()
     KEY = auto()
@@ -27,12 +28,12 @@ class _Next(Enum):
 
 
 class JsonEnd:
-    """Looks for the end of an object or list. Any word stands for a value, and texts may have line ends: who parses it
-    will see that."""
+    """Finds the end of an object or list. Any word counts as a value, and strings may contain newlines: parsing will
+    detect that."""
 
     def __init__(self) -> None:
         self._at = 0
-        self._open: list[str] = []  # what closes each object and list that is open
+        self._open: list[str] = []  # closes each open object and list
         self._next = _Next.VALUE
         self._in_text = self._in_word = False
         self._found = NOT_YET
@@ -43,13 +44,13 @@ class JsonEnd:
         return self._at
 
     def find(self, text: str, begin: int = 0) -> int:
-        """The place behind it, NOT_YET, or NO_JSON. It begins at this place; each text begins with the one before."""
+        """The position behind it, NOT_YET, or NO_JSON. It begins at `begin`; each text begins with the one before."""
         at = max(self._at, begin)
         while at < len(text) and self._found == NOT_YET:
             if self._in_text:
                 at = _end(_IN_TEXT, text, at)
                 if text[at : at + 1] != '"':
-                    break  # there is no more, or half an escape
+                    break  # the text ends here, maybe within an escape
                 self._in_text = False
                 at += 1
                 continue
@@ -112,6 +113,6 @@ def broken_end(text: str) -> str:
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where what the pattern finds here ends; it may find nothing."""
+    """Where the match of the pattern ends; it may be empty."""
     found = pattern.match(text, at)
     return found.end() if found else at

@@ -1,5 +1,5 @@
-"""Calls in a JSON list behind a mark: Granite's `{"name": …, "arguments": {…}}` each, as Hunyuan's and Phi's,
-or `{name: {…}}` as Apertus'."""
+"""Calls in a JSON list behind a mark: Granite's `{"name": …, "arguments": {…}}`, like Hunyuan's and Phi's, or Apertus'
+`{name: {…}}`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ APERTUS: Final = ("<|tools_prefix|>", "<|tools_suffix|>")
 
 
 class ListReader:
-    """Reads one list, or what would be alone in it, and the `end` mark behind it, if there is one: JSON ends by itself,
-    or where it turns out to be none."""
+    """Reads one list, or a single element, and the `end` mark behind it, if there is one. JSON ends by itself, or where
+    it is invalid."""
 
     def __init__(self, end: str, calls: Callable[[Any], list[Call] | None]) -> None:
         self._end, self._calls = end, calls
@@ -51,12 +51,12 @@ class ListReader:
 
 
 def plain_list_reader(_: Functions) -> Reader:
-    """Reads what stands behind `<|tool_call|>`, or `functools`, where the answer usually ends."""
+    """Reads what follows `<|tool_call|>`, or `functools`, where the answer usually ends."""
     return ListReader("", all_named)
 
 
 def marked_granite_reader(_: Functions) -> Reader:
-    """The same behind `<tool_call>`, as some of them write in its place."""
+    """The same behind `<tool_call>`, which some of them write instead."""
     return ListReader("</tool_call>", all_named)
 
 

@@ -1,4 +1,4 @@
-"""Values as some models write them in calls, which are no JSON: Python's literals, and those of Gemma."""
+"""Values that some models write in calls instead of JSON: Python literals, and Gemma's format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _KEY = re.compile(r"[^\s:,{}\[\]<]+")
 _ENDS = r"(?!\s*(?:[,:)\]}]|$))"
 _PYTHON_TEXT = re.compile(rf"""\"(?:[^"\\]++|\\.|"{_ENDS})*"|'(?:[^'\\]++|\\.|'{_ENDS})*'""", re.DOTALL)
-"""Templates quote texts and escape nothing in them: a quote that nothing ends behind is an apostrophe."""
+"""Templates quote strings without escaping them: a quote that no delimiter follows is an apostrophe."""
 _ESCAPED = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "\\": "\\", '"': '"', "'": "'"}
 _GEMMA_TEXT = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
@@ -29,7 +29,7 @@ class NoLiteral(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """How texts are written, what they say, and whether an object's keys may stand without quotes."""
+    """How strings are written and read, and whether an object's keys may be unquoted."""
 
     text: re.Pattern[str]
     said: Callable[[str], str]
@@ -117,7 +117,7 @@ class _Literals:
         return found
 
     def items(self, begin: str, end: str) -> Iterator[None]:
-        """Once for each of what stands between these signs, with a comma between two; one may stand behind the last."""
+        """Once for each element between these delimiters, separated by commas; the last may be followed by one."""
         self.take(begin)
         self._depth += 1
         if self._depth > _DEEPEST:
@@ -130,7 +130,7 @@ class _Literals:
         self._depth -= 1
 
     def take(self, sign: str) -> None:
-        """What has to come next."""
+        """Consumes the next character, which must be this one."""
         if not self._is_next(sign):
             raise NoLiteral
         self._at += len(sign)

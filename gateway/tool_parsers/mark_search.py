@@ -1,4 +1,4 @@
-"""Looks for a mark in a text that comes in pieces, but not where the text quotes something."""
+"""Finds a mark in a text that comes in pieces, except inside quotations."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping
 
 
 class MarkSearch:
-    """One search. Each text that it is asked about begins with the one before, of which it reads nothing again.
-    `quotes`: what opens a quotation, each with what closes it; none of these is longer than the mark, or begins it."""
+    """One search. Each text begins with the one before, of which nothing is read again. `quotes` maps what opens a
+    quotation to what closes it; none of these is longer than the mark, or begins it."""
 
     def __init__(self, mark: str, quotes: Mapping[str, str]) -> None:
         self._mark, self._quotes = mark, quotes
         self._outside = re.compile("|".join(map(re.escape, (mark, *quotes))))
         self._at = 0
-        self._closing = ""  # what closes the quotation that is open
+        self._closing = ""  # closes the open quotation
 
     def find(self, text: str) -> int:
-        """The mark's place; -1 where it has not come yet."""
+        """The mark's position; -1 if it has not come yet."""
         while True:
             if self._closing:
                 place, found = text.find(self._closing, self._at), self._closing

@@ -1,4 +1,4 @@
-"""MiniMax's calls: elements, each tag of which stands behind a mark of its own."""
+"""MiniMax's calls: elements whose tags are each preceded by a mark."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _call(body: str, functions: Functions) -> list[Call] | None:
 
 
 _Elements: TypeAlias = "list[tuple[str, str | _Elements]]"
-"""What stands in an element: its elements by name."""
+"""The children of an element, by name."""
 
 
 def _elements(text: str) -> _Elements | None:
-    """The elements of a text, and theirs, where each is closed and nothing stands beside them."""
+    """The elements of a text, nested, if each is closed and there is no other text."""
     open_: list[tuple[str, _Elements]] = [("", [])]
     at = 0
     for tag in _TAG.finditer(text):

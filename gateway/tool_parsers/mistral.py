@@ -21,8 +21,8 @@ _LONGEST_MARK: Final = len("[CALL_ID]")
 
 
 class MistralReader:
-    """Reads a list of calls, or one that is a name and its arguments, from `[TOOL_CALLS]` on: JSON ends by itself, or
-    where it turns out to be none."""
+    """Reads a list of calls, or a single one with name and arguments, behind `[TOOL_CALLS]`. JSON ends by itself, or
+    where it is invalid."""
 
     def __init__(self) -> None:
         self._json: JsonEnd | None = None
@@ -44,7 +44,7 @@ class MistralReader:
         return Stretch(end, all_named(value) or [])
 
     def _head(self, text: str, *, last: bool) -> Stretch | None:
-        """Finds where the JSON begins; no calls where there can be none."""
+        """Finds where the JSON begins; returns no calls if there cannot be any."""
         head = _HEAD.match(text)
         assert head is not None  # it may be of no signs
         name, rest = head["name"], text[head.end() : head.end() + _LONGEST_MARK + 1]

@@ -1,5 +1,5 @@
-"""Calls as Python writes them, `[name(key=value, …), …]`: LFM's, and Llama's, which has no marks around them and may
-write JSON as well."""
+"""Calls in Python syntax, `[name(key=value, …), …]`: LFM's, and Llama's, which have no marks and may be JSON as
+well."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _NEXT_OBJECT = re.compile(r"[\s;]*(?=\{)")
 
 
 def lfm_reader(functions: Functions) -> Reader:
-    """Reads what stands between LFM's marks, which texts do not hold."""
+    """Reads what is between LFM's marks, which strings do not contain."""
     end = LFM_MARKS[1]
     taught = Marked(end, {}, lambda body: _calls(body.strip(), functions) or all_named(parsed(body)))
     return OrJson(end, functions, taught)
 
 
 class LlamaReader:
-    """Reads a whole answer, which has no marks, and is calls or words."""
+    """Reads a whole answer without marks, which is calls or text."""
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
-        """See `Reader`. Most words are known as such by their beginning."""
+        """See `Reader`. Most texts are recognised by their beginning."""
         if not last:
             return None if self._may_be_calls(text) else Stretch(0, [])
         calls = _json_objects(text) or _calls(text.strip(), self._functions) or []
@@ -51,7 +51,7 @@ class LlamaReader:
 
 
 def _json_objects(text: str) -> list[Call] | None:
-    """Calls one behind the other, with a semicolon between two, or nothing."""
+    """Calls separated by semicolons or nothing."""
     values: list[Any] = []
     at = 0
     while begin := _NEXT_OBJECT.match(text, at):

@@ -31,7 +31,7 @@ def glm_reader(functions: Functions) -> Reader:
 
 
 class _GlmReader(Marked):
-    """Reads up to the end mark what begins with a name; other words are no call, however they go on."""
+    """Reads up to the end mark if a name comes first; anything else is not a call, whatever follows."""
 
     def __init__(self, functions: Functions) -> None:
         quotes = {"<arg_value>": "</arg_value>"}

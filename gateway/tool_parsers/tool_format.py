@@ -21,7 +21,7 @@ class ToolFormat(Enum):
     KIMI = "kimi"
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section of calls."""
     GEMMA = "gemma"
-    """`<|tool_call>call:name{key:value}<tool_call|>`, in which texts stand between two `<|"|>`."""
+    """`<|tool_call>call:name{key:value}<tool_call|>`, with strings between two `<|"|>`."""
     LLAMA = "llama"
     """The whole answer is calls, if it is any: JSON objects, or a list of Python's calls."""
     LFM = "lfm"
@@ -33,8 +33,8 @@ class ToolFormat(Enum):
     APERTUS = "apertus"
     """`<|tools_prefix|>[{name: {…}}]<|tools_suffix|>`."""
     DEEPSEEK = "deepseek"
-    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` in a section of calls; before V3.1, a kind
-    stands in the name's place, which comes behind the separator, and the arguments in a fence."""
+    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` in a section of calls; before V3.1 there is a
+    type in place of the name, which follows the separator, and arguments are in a code fence."""
     HUNYUAN = "hunyuan"
     """`<tool_calls>[{"name": …, "arguments": …}]</tool_calls>`, as Jamba does as well."""
     PHI = "phi"

@@ -1,4 +1,4 @@
-"""What reads the calls of one form that models are taught, and what many of them share."""
+"""Parsers of calls in one format, and what many of them share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED: Final = (
     r'\{\s{0,64}"name"\s{0,64}:\s{0,64}"(?P<name>[^"\\]{1,128})"\s{0,64},\s{0,64}"arguments"\s{0,64}:\s{0,64}(?=\{)'
 )
 JSON_HEAD: Final = re.compile(r"\s{0,64}" + _NAMED)
-"""What stands before the arguments of `{"name": …, "arguments": {…}}`."""
+"""The text before the arguments of `{"name": …, "arguments": {…}}`."""
 LIST_HEAD: Final = re.compile(r"\s{0,64}\[\s{0,64}" + _NAMED)
 """The same of the first in a list."""
 SPACE: Final = 64
@@ -29,7 +29,7 @@ SPACE: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What the first `size` characters of a text are: calls, or words, where there are none."""
+    """What the first `size` characters of a text are: calls, or text if there are none."""
 
     size: int
     calls: list[Call]
@@ -39,17 +39,17 @@ class Reader(Protocol):
     """Reads one mark's calls."""
 
     def read(self, text: str, *, last: bool) -> Stretch | None:
-        """What stands behind the mark; each text begins with the one before. None: more has to come, of which `last`
-        says that it will not."""
+        """Parses what follows the mark; each text begins with the one before. None: more text is needed; `last`: there
+        will be no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
-    """The mark before a call, and who reads on from there; without a mark, the whole answer is calls. In some forms
-    calls stand in a section, between two marks of its own. Where models call while they think, and do not end that
-    before, the mark ends it, or a whole call of a function that is offered. `bare` is what a call begins with whose
-    mark the model has left out. `heads`: what stands between the mark and the arguments, where these are JSON, so that
-    streams tell them as they come."""
+    """The mark before a call, and the reader for what follows; without a mark, the whole answer is calls. In some
+    formats calls are in a section, between two marks of its own. If models call while they think, without ending that
+    first, the mark ends reasoning, or a complete call of an offered function. `bare` is what a call begins with if the
+    model left out its mark. `heads`: the text between the mark and the arguments, if these are JSON, so that streams
+    can report them early."""
 
     begin: str
     reader: Callable[[Functions], Reader]
@@ -60,7 +60,8 @@ class ToolParser:
 
 
 class Marked:
-    """Reads a call up to its end mark; where that never comes, the whole rest, unless a call is only whole with it."""
+    """Reads a call up to its end mark; without one, the rest of the answer, unless a call is only complete with the
+    mark."""
 
     def __init__(
         self, end: str, quotes: Mapping[str, str], calls: Callable[[str], list[Call] | None], *, ends_open: bool = True
@@ -81,9 +82,9 @@ class Marked:
 
 
 class MarkedJson:
-    """Reads a call that is JSON, or holds it behind a name, up to its end mark; where that never comes, the whole rest.
-    No end mark is one in the JSON's texts, unless it is none: that is words up to the first, so that a model that
-    writes malformed calls one after the other is read once."""
+    """Reads a call that is JSON, or has JSON behind a name, up to its end mark; without one, the rest of the answer.
+    End marks inside the JSON's strings do not count, unless it is invalid: then everything up to the first one is text,
+    so that several malformed calls are read only once."""
 
     def __init__(self, end: str, calls: Callable[[str], list[Call] | None]) -> None:
         self._end, self._calls = end, calls
@@ -120,7 +121,7 @@ class MarkedJson:
 
 
 class NoCalls:
-    """Reads nothing: what stands here is words."""
+    """Reads nothing: everything is text."""
 
     def read(self, text: str, *, last: bool) -> Stretch | None:  # noqa: ARG002
         """See `Reader`."""
@@ -128,8 +129,8 @@ class NoCalls:
 
 
 class OrJson:
-    """Reads what stands before an end mark: JSON, `{"name": …, "arguments": …}`, by which strict functions are called
-    whatever the model was taught, or what it was taught."""
+    """Reads what precedes an end mark: JSON, `{"name": …, "arguments": …}`, in which strict functions are called
+    whatever the model's format, or the model's format."""
 
     def __init__(self, end: str, functions: Functions, taught: Reader) -> None:
         self._json = MarkedJson(end, lambda body: _one(parsed_call(body), functions))
@@ -147,7 +148,7 @@ class OrJson:
 
 
 def _one(call: Any, functions: Functions) -> list[Call] | None:
-    """A call of a function, which says nothing of arguments where there are none."""
+    """A call of a function; arguments may be missing if there are none."""
     if isinstance(call, dict) and call.keys() == {"name"} and call["name"] in functions:
         call = {**call, "arguments": {}}
     return all_named([call])
@@ -167,7 +168,7 @@ def _named(call: Any) -> Call | None:
 
 
 def as_said(calls: list[tuple[str, dict[str, Any]]], functions: Functions) -> list[Call] | None:
-    """Calls whose arguments are values already, of the types that the functions want."""
+    """Calls whose arguments are values already, converted to the functions' types."""
     found: list[Call] = []
     for name, arguments in calls:
         schema = Schema(functions.get(name, {}))

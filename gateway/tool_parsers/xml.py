@@ -26,13 +26,13 @@ def xml_reader(functions: Functions) -> Reader:
 
 
 def bare_xml_reader(functions: Functions) -> Reader:
-    """Reads on behind `<function=` of a call without `<tool_call>`: of functions that are offered."""
+    """Reads on behind `<function=` of a call without `<tool_call>`, for offered functions."""
     return _BareReader(functions)
 
 
 class _XmlReader:
-    """Reads a text that begins with a function; in a parameter's value no end mark is one. Values may hold parameters,
-    such as those of an example."""
+    """Reads a text that begins with a function; end marks inside a parameter's value do not count. Values may contain
+    parameters, for example of an example."""
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
@@ -62,8 +62,7 @@ class _XmlReader:
         return Stretch(len(body) + len(mark), self._calls(before + body, ended=bool(mark)) or [])
 
     def _calls(self, body: str, *, ended: bool = True) -> list[Call] | None:
-        """What the functions of a body are called with. The end of a function may be left out where another begins, or
-        the call is `ended`."""
+        """The calls in a body. The end of a function may be missing if another begins, or the call is `ended`."""
         calls: list[Call] = []
         at = 0
         while head := _HEAD.match(body, at):
@@ -86,7 +85,7 @@ class _XmlReader:
 
 
 def _value_end(body: str, at: int) -> re.Match[str] | None:
-    """Where a value ends: behind as many ends as it has beginnings, where a parameter, or nothing, may follow."""
+    """Where a value ends: after as many ends as it has beginnings, where a parameter, or nothing, may follow."""
     depth = 1
     for tag in _VALUE_TAG.finditer(body, at):
         depth = max(0, depth + (-1 if tag[1] else 1))

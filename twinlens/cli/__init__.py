@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _flush() -> None:
-    """Writes out what is buffered. What cannot be written is dropped, or the interpreter would try again at its end."""
+    """Flushes output. What cannot be written is dropped, or the interpreter would try again at exit."""
     if sys.stdout is None:
         return
     try:
@@ -71,14 +71,14 @@ def _fail(code: int, text: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Wants options spelt out, its commands' as well: an abbreviation may mean another option tomorrow. What is wrong
-    is said in one line, which no usage hides."""
+    """Options must be spelt out, in subcommands as well: an abbreviation may mean another option tomorrow. Errors are
+    one line, without usage."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Has a command say what it does not know, and not whoever called it, whose help is of commands alone."""
+        """Reports unknown arguments by the subcommand instead of the main parser, whose help only lists commands."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -1,5 +1,5 @@
-"""`twinlens adapters`: the LoRA adapters of LLM services: shows them, adds and removes some. What one service refuses
-the others are asked all the same, and the exit code is 1."""
+"""`twinlens adapters`: lists, loads and unloads the LoRA adapters of LLM services. If one service refuses, the others
+are asked nevertheless, and the exit code is 1."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Does what is asked at each service, and prints what all of them have then."""
+    """Carries the command out at each service, and prints the adapters of all of them."""
     rows, failures, unreachable = [_HEADING], 0, 0
     addresses = arguments.addresses or ["127.0.0.1:7002"]
     for address in addresses:
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _change(llm: LlmClient, address: str, arguments: argparse.Namespace) -> int:
-    """How much of what is asked the service refuses. Raises NotReachableError."""
+    """How many changes the service refuses. Raises NotReachableError."""
     changes = [(name, partial(llm.unload_adapter, name)) for name in arguments.unload]
     changes += [(name, partial(llm.load_adapter, name, folder)) for name, folder in arguments.load]
     refused = 0

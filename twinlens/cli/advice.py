@@ -1,4 +1,4 @@
-"""What to do about a call that failed, in the flags of the command line."""
+"""Advice about a failed call, in terms of command-line flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNEXPLAINED = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "; there was no answer in time",
     grpc.StatusCode.NOT_FOUND: "; the server has no service of that name",
 }
-"""What helps where gRPC itself ended a call."""
+"""What helps if gRPC itself ended a call."""
 
 _BY_REASON = {
     "NO_ENCODER": "; `twinlens status` shows which encoders the LLM service knows",
@@ -26,8 +26,8 @@ _BY_REASON = {
 
 
 def why(error: TwinlensError, endpoint: Endpoint, *, of_encoder: bool = False, sources: Sequence[str] = ()) -> str:
-    """What happened and what helps, in one line. `of_encoder`: the flags of `status` for encoders are named. `sources`
-    are the files and addresses at the beginning of the message that was sent, one a part."""
+    """What happened and what helps, in one line. `of_encoder`: names the flags of `status` for encoders. `sources` are
+    the files and addresses at the beginning of the message, one for each part."""
     prefix = "--encoder-" if of_encoder else "--"
     if not isinstance(error, NotReachableError):
         return f"{_named(error, sources)}{_remedy(error, prefix)}"

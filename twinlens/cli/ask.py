@@ -1,4 +1,4 @@
-"""`twinlens ask`: streams an answer to standard output as it is made, and what the model thinks to standard error."""
+"""`twinlens ask`: streams the answer to standard output, and reasoning to standard error."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams:
 
 
 class _Shown:
-    """Shows an answer while it comes: what the model thinks goes to standard error, a blank line behind it."""
+    """Prints an answer as it arrives: reasoning goes to standard error, followed by a blank line."""
 
     def __init__(self) -> None:
         self._splitter = ReasoningSplitter(thinking=False)
@@ -176,7 +176,7 @@ class _Shown:
         self._answers = False
 
     def add(self, event: GenerateResponse) -> None:
-        """Shows what is certain with this event."""
+        """Prints what this event completes."""
         match event.WhichOneof("event"):
             case "started":
                 begun = event.started

@@ -1,5 +1,5 @@
-"""`twinlens batch`: has a gateway answer a file of requests, in the form of OpenAI's batches, many at a time. A command
-that was ended goes on where it stopped: what is answered in the output is not asked again."""
+"""`twinlens batch`: sends a file of requests, in the format of OpenAI's batches, to a gateway, many at a time. An
+interrupted command can be repeated: requests already answered in the output are not sent again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from twinlens._version import __version__
 from twinlens.cli.connection import bounded, token_of
 
 _LATER = (429, 502, 503, 504)
-"""Statuses that another attempt may change, where the answer does not say itself whether it may."""
+"""Statuses after which another attempt may succeed, unless the response says otherwise."""
 _LONGEST_PAUSE = 30.0
 _NOT_REACHABLE, _TAKEN = 3, 4
 _HERE = ("127.0.0.1", "::1", "localhost")
@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sends what is to be sent. 0 where all is answered."""
+    """Sends the requests. Returns 0 if all are answered."""
     gateway = _Gateway.of(arguments)
     with _seekable(arguments.input) as requests:
         ids = {job.id for job in _jobs(requests)}
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One request: its `id`, where it goes, and what it says."""
+    """One request: its `id`, its path, and its body."""
 
     id: str
     path: str
@@ -91,7 +91,7 @@ class _Job:
 
 
 def _jobs(lines: BinaryIO) -> Iterator[_Job]:
-    """Those of a file. Raises ValueError, with the number of the line, for one that cannot be sent."""
+    """The requests of a file. Raises ValueError, with the line number, for an invalid one."""
     seen: set[str] = set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -125,7 +125,7 @@ def _is_path(url: Any) -> bool:
 
 
 def _seekable(name: str) -> BinaryIO:
-    """A file to be read twice; of standard input, and of what another program writes, a copy."""
+    """A seekable file; a copy of standard input, and of what another program writes."""
     file = sys.stdin.buffer if name == "-" else Path(name).open("rb")  # noqa: SIM115 - whoever asks closes it
     if name != "-" and file.seekable():
         return file
@@ -137,12 +137,12 @@ def _seekable(name: str) -> BinaryIO:
 
 
 def _open_output(name: str, ids: set[str]) -> tuple[set[str], AbstractContextManager[IO[bytes]]] | None:
-    """The ids of requests that are answered already in an output, and what other answers are written to, behind what is
-    there; None where another command does that. Raises ValueError as `_keep_answered`."""
+    """The ids of requests that an output already answers, and where to write further answers; None if another command
+    is writing there. Raises ValueError as `_keep_answered`."""
     if name == "-":
         return set(), nullcontext(sys.stdout.buffer)
     path = Path(name)
-    if path.exists() and not path.is_file():  # a pipe, or a device, into which several may write
+    if path.exists() and not path.is_file():  # a pipe or device, which several may write to
         return set(), path.open("ab")
     if (output := _locked(path)) is None:
         return None
@@ -154,8 +154,8 @@ def _open_output(name: str, ids: set[str]) -> tuple[set[str], AbstractContextMan
 
 
 def _locked(path: Path) -> BinaryIO | None:
-    """A file to be read, and to be written behind what is there, that this process alone has until it is closed, as the
-    system does whatever ends the process; None where another one has it."""
+    """A file opened for reading and appending, locked by this process until it is closed or the process ends; None if
+    another one has it."""
     while True:
         file = path.open("a+b")
         try:
@@ -173,9 +173,8 @@ def _locked(path: Path) -> BinaryIO | None:
 
 
 def _keep_answered(path: Path, output: BinaryIO, ids: set[str]) -> tuple[set[str], BinaryIO]:
-    """The ids of requests that are answered already in a locked output, and that output: what of these failed, or is
-    there twice, and a line that was never finished, is taken out; answers to others stay. Raises ValueError, and
-    changes nothing, where the output has something else."""
+    """The ids of requests that a locked output answers, and that output without failures, duplicates and an unfinished
+    last line; answers to other requests stay. Raises ValueError, without changes, if the output has anything else."""
     answered, drops, line = set[str](), False, b""
     output.seek(0)
     for line in output:
@@ -183,7 +182,7 @@ def _keep_answered(path: Path, output: BinaryIO, ids: set[str]) -> tuple[set[str
     if not drops and (not line or line.endswith(b"\n")):
         return answered, output
     again, real = set[str](), path.resolve()
-    # Until all of it is there, what was paid for is where it was.
+    # The old output stays in place until the new one is complete.
     handle, name = tempfile.mkstemp(dir=real.parent, prefix=f".{real.name}.")
     os.close(handle)
     kept = Path(name).open("a+b")  # noqa: SIM115 - whoever writes answers closes it
@@ -206,7 +205,7 @@ def _keep_answered(path: Path, output: BinaryIO, ids: set[str]) -> tuple[set[str
 
 
 def _stays(path: Path, line: bytes, ids: set[str], answered: set[str]) -> bool:
-    """Whether a line of an output does; those that are answers to requests with these ids are noted."""
+    """Whether a line of an output stays; notes the ids of answers to these requests."""
     try:
         told = json.loads(line)
         found, response = told["custom_id"], told["response"]
@@ -226,7 +225,7 @@ def _stays(path: Path, line: bytes, ids: set[str], answered: set[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Gateway:
-    """Where requests go, and what they say of whoever sends them."""
+    """The gateway's address, and the headers of requests."""
 
     host: str
     port: int
@@ -248,7 +247,7 @@ class _Gateway:
             headers["authorization"] = f"Bearer {token}"
         tls = ssl.create_default_context(cafile=arguments.ca_file) if url.scheme == "https" else None
         base = url.path.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are told; requests name it themselves
-        # Left out, the library would look for one in a numbered address, behind its last colon.
+        # If it is missing, the library would search for a port behind the last colon of an IPv6 address.
         port = url.port or (http.client.HTTP_PORT if tls is None else http.client.HTTPS_PORT)
         return cls(url.hostname, port, base, headers, tls)
 
@@ -261,7 +260,7 @@ class _Gateway:
 
 @dataclass(slots=True)
 class _Batch:
-    """Requests on their way, from as many threads as there may be at a time."""
+    """Requests in progress, from as many threads as allowed."""
 
     gateway: _Gateway
     jobs: Iterator[_Job]
@@ -273,9 +272,9 @@ class _Batch:
     tokens: list[int] = field(default_factory=lambda: [0, 0])
     """Of prompts, and generated."""
     unreachable: str = ""
-    """Why there was no answer the last time that there was none."""
+    """Why the last attempt without a response had none."""
     heard: bool = False
-    """Whether there was any."""
+    """Whether there was any response."""
     _error: BaseException | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _left: bool = False
@@ -284,9 +283,9 @@ class _Batch:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Returns when all is answered, or has failed; raises what kept an answer from being written."""
+        """Returns when all are answered or have failed; raises the error of writing an answer."""
         threads = [
-            threading.Thread(target=self._work, daemon=True)  # who is interrupted waits for no answer
+            threading.Thread(target=self._work, daemon=True)  # not waited for when interrupted
             for _ in range(min(self.arguments.concurrency, max(1, self.count)))
         ]
         for thread in threads:
@@ -330,7 +329,7 @@ class _Batch:
             return None if self._ended.is_set() else next(self.jobs, None)
 
     def _ask(self, connection: http.client.HTTPConnection, job: _Job) -> dict[str, Any]:
-        """What came of a request: its response, or why there is none."""
+        """The result of a request: its response, or why there is none."""
         body = job.body
         if self.arguments.model and "model" not in body:
             body = {"model": self.arguments.model, **body}
@@ -339,7 +338,7 @@ class _Batch:
             if attempt and self._ended.wait(self._pause(attempt, told)):
                 break
             if connection.sock is not None and _speaks(connection.sock):
-                connection.close()  # so the gateway has, meanwhile: what is sent there is lost
+                connection.close()  # the gateway may have closed it meanwhile, and would not get the request
             try:
                 connection.request("POST", self.gateway.base + job.path, data, self.gateway.headers)
                 response = connection.getresponse()
@@ -358,7 +357,7 @@ class _Batch:
 
     @staticmethod
     def _pause(attempt: int, told: dict[str, Any]) -> float:
-        """Seconds before another attempt: what the gateway asks for, else about twice as many each time."""
+        """Seconds before another attempt: as the gateway asks, else about twice as long each time."""
         try:
             return min(_LONGEST_PAUSE, max(0.0, float(told.get("after") or "")))
         except ValueError:
@@ -395,7 +394,7 @@ def _speaks(sock: socket.socket) -> bool:
 
 
 def _told(response: http.client.HTTPResponse, data: bytes) -> dict[str, Any]:
-    """A response as a batch's output has it; its body as text where it is not JSON."""
+    """A response in the format of a batch's output; its body as text if it is not JSON."""
     read: Callable[[bytes], Any] = json.loads
     try:
         body = read(data)

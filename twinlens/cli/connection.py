@@ -94,7 +94,7 @@ def _token(arguments: argparse.Namespace, names: Mapping[str, str]) -> str | Non
 
 
 def _tls(arguments: argparse.Namespace, names: Mapping[str, str]) -> Tls | None:
-    """TLS by the flags that `names` says; None where none of them is given."""
+    """TLS by these flags; None if none of them is given."""
     files = [getattr(arguments, names[name]) for name in _FILES]
     if not (getattr(arguments, names["tls"]) or any(files)):
         return None

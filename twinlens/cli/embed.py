@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Asks, and prints what comes by the contract's names."""
+    """Sends the request, and prints the response with the contract's names."""
     if arguments.text is None and not arguments.media:
         raise ValueError("there is nothing to embed: give a text, or a picture, video or sound")
     request = embed_request(conversation(arguments.text, arguments), dimensions=arguments.dimensions)

@@ -1,4 +1,4 @@
-"""What commands are given for a model to see: a text, and media in the order of the command line; their flags."""
+"""The flags of commands for what a model sees: a text, and media in the order of the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREPROCESSING = {
 
 
 def add_media_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds those that name media, and an instruction."""
+    """Adds flags for media and an instruction."""
     for kind, what in (("image", "an image"), ("video", "a video"), ("audio", "a sound clip")):
         parser.add_argument(
             f"--{kind}",
@@ -36,7 +36,7 @@ def add_media_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_preprocessing_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds those that say how media are preprocessed."""
+    """Adds flags for preprocessing media."""
     group = parser.add_argument_group("preprocessing")
     group.add_argument(
         "--min-pixels", type=int, metavar="N", help="least area after resizing; for a video, of all frames"

@@ -1,9 +1,9 @@
-"""Tells what a model thinks from what it says, as its text comes in."""
+"""Separates a model's reasoning from its answer, as text arrives."""
 
 from __future__ import annotations
 
 THINK = ("<think>", "</think>")
-"""What is around a model's reasoning, where its service does not say so."""
+"""The marks around reasoning, if the service does not tell them."""
 
 
 class ReasoningSplitter:
@@ -22,14 +22,14 @@ class ReasoningSplitter:
         self._held = ""
         self._state = "answering" if marks is None else "thinking" if thinking else "beginning"
         self._trim = thinking
-        """White space at the beginning of what comes next is the marks'."""
+        """The white space that comes next belongs to the marks."""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """What is certain with this text: more of the reasoning, and more of the answer."""
+        """The reasoning and the answer that this text completes."""
         return self._split(text, last=False)
 
     def end(self) -> tuple[str, str]:
-        """What is left when there is no more."""
+        """What is left at the end."""
         return self._split("", last=True)
 
     def _split(self, text: str, *, last: bool) -> tuple[str, str]:

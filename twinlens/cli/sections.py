@@ -1,4 +1,4 @@
-"""What `twinlens status` says of each service, as text."""
+"""The sections of `twinlens status` for each service, as text."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _state(known: EncoderStatus) -> str:
 
 
 def encoder(address: str, info: EncoderServiceGetInfoResponse, load: EncoderServiceGetLoadResponse) -> str:
-    """An encoder: its queues, its store, and what left it."""
+    """An encoder: its queues, its store, and its transfers."""
     asked = load.store_hits + load.store_misses
     rows = [
         ("release", f"{info.version}, digest {info.digest[:_DIGITS]}"),

@@ -1,4 +1,4 @@
-"""What commands show of a generation: its events as JSON, a line each, its tokens and times; and the flags for that."""
+"""Prints generations: events as JSON lines, tokens and times; and the flags for that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twinlens.v1 import FinishReason, GenerateResponse
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds those that say what is shown of a generation, and how long it may take."""
+    """Adds flags for what is printed of a generation, and its time limit."""
     parser.add_argument("--json", action="store_true", help="print each event as one line of JSON")
     parser.add_argument("--timings", action="store_true", help="then print tokens and stage times to standard error")
     parser.add_argument(
@@ -35,7 +35,7 @@ def print_event(event: GenerateResponse) -> None:
 
 
 def print_error(error: TwinlensError) -> None:
-    """What a generation ends with instead."""
+    """Prints the error that ends a generation."""
     print(json.dumps({"error": _fields(error)}), flush=True)
 
 

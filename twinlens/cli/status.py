@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Asks the services and prints what they say. An encoder that does not answer makes the exit code 1."""
+    """Asks the services and prints their answers. The exit code is 1 if an encoder does not answer."""
     if arguments.watch is not None:
         return _watch(arguments)
     with LlmClient(endpoint(arguments.address, arguments)) as llm:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Raises TwinlensError where the LLM service does not answer at first; later on, that is what the table says."""
+    """Raises TwinlensError if the LLM service does not answer at first; later the table says so."""
     with ExitStack() as stack:
         llm = stack.enter_context(LlmClient(endpoint(arguments.address, arguments)))
         encoders: dict[str, EncoderClient] = {}
@@ -97,10 +97,10 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _ask(
     address: str, arguments: argparse.Namespace
 ) -> tuple[EncoderServiceGetInfoResponse, EncoderServiceGetLoadResponse] | str:
-    """What an encoder says of itself, or why it says nothing. Raises OSError for a file that cannot be read."""
+    """An encoder's description and load, or why there is none. Raises OSError for a file that cannot be read."""
     try:
         its = encoder_endpoint(address, arguments)
-    except ValueError as error:  # a token that may not be sent there, say
+    except ValueError as error:  # for example, a token that may not be sent there
         return str(error)
     try:
         with EncoderClient(its) as encoder:

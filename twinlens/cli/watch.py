@@ -16,7 +16,7 @@ _HEADING = ("service", "queued", "running", "memory", "hits", "throughput")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What both sides said at one moment; None stands for a service that did not answer. `at` is in seconds."""
+    """Both services at one moment; None if one did not answer. `at` is in seconds."""
 
     at: float
     llm: LlmServiceGetLoadResponse | None
@@ -36,7 +36,7 @@ def run(sample: Callable[[], Sample], seconds: float) -> int:
 
 
 def tables(sample: Callable[[], Sample]) -> Iterator[str]:
-    """A table for each sample; rates are those since the sample before."""
+    """A table for each sample; rates are since the sample before."""
     before = sample()
     yield _table(before, before)
     while True:
@@ -109,5 +109,5 @@ def _grown(old: int, new: int) -> int:
 
 
 def _rate(count: int, seconds: float, what: str) -> str:
-    """How many a second; a dash where no time has passed."""
+    """Per second; a dash if no time has passed."""
     return f"{count / seconds:,.1f} {what}/s" if seconds > 0 else "–"
