@@ -41,32 +41,32 @@ from tools.models.tiny import config_of_recipe, make
 _PAGE = """\
 # Models
 
-All {seeing} kinds of models that transformers {release} has for pictures and text, by `model_type` of config.json, and
-its {hearing} for sounds and text, as `python -m tools.models docs/MODELS.md` found them (`make models`){older}.
+All {seeing} kinds of models that transformers {release} has for pictures and text, by `model_type` of config.json,
+and its {hearing} for sounds and text. `make models` (`python -m tools.models docs/MODELS.md`) generates this
+page{older}.
 {counts}.
 
 - **native**: a family of ours ([ARCHITECTURE.md](ARCHITECTURE.md)); `tests/parity` compares more of it.
-- **transformers** computes rows, and what stands for them in a prompt ([transformers.md](design/transformers.md)).
-  The text is computed, over our scheduler and paged cache, by *our decoder*, as for native families, or by
-  *transformers*.
-- **compared**: both services answered from a tiny checkpoint of the kind, with its own processor and random weights in
-  float32. Token ids and 32 greedy tokens were transformers' own.
-    - Prompts: text alone, a picture, two pictures of different size between texts; also videos, sounds, and videos with
-      theirs (*video sound*), where the row says so. *One picture in a prompt*: two are refused.
-    - Each was computed alone, beside three others or more, and from the prefix cache; at once, and in steps of 16
-      tokens. A step has more where rows of a picture, or all tokens of a prompt, see each other and are more.
-    - *tp 2*: on two ranks as well. Without it ranks are refused: transformers, which computes the text, has no plan for
-      them, or one that gives other logits.
-    - A row is of one size of its kind. Gemma 4's smaller sizes hear, and let no rows see each other; a test of their
-      own compares them (`tests/parity/test_hf_hearing.py`).
-- **compared in one process**: the same on one rank, without the wires between (`tests/parity/hf_side.py`).
-- Rows that say neither: a small model's logits were transformers' own, in chunks, packed with another prompt. A
-  checkpoint shows the rest at start.
+- **transformers** computes rows and their places in a prompt ([transformers.md](design/transformers.md)). The text is
+  computed, over our scheduler and paged cache, by *our decoder*, as for native families, or by *transformers*.
+- **compared**: both services answered from a tiny checkpoint of the kind, with its own processor and random float32
+  weights. Token ids and 32 greedy tokens equalled transformers'.
+    - Prompts: text alone, a picture, two pictures of different size between texts; also videos, sounds, and videos
+      with sound (*video sound*), if the row says so. *One picture in a prompt*: two are refused.
+    - Each was computed alone, with at least three others, and from the prefix cache; at once, and in steps of 16
+      tokens. Steps are larger if rows of a picture, or all tokens of a prompt, see each other and need more.
+    - *tp 2*: also on two ranks. Without it ranks are refused, because transformers, which computes the text, has no
+      plan for them, or one that gives other logits.
+    - A row is for one size of its kind. Gemma 4's smaller sizes hear, and none of their rows see each other; a
+      separate test compares them (`tests/parity/test_hf_hearing.py`).
+- **compared in one process**: the same on one rank, without gRPC (`tests/parity/hf_side.py`).
+- Rows with neither: a small model's logits equalled transformers', in chunks, packed with another prompt. The trial
+  at start-up checks the rest.
 - **refused**: the services say why, and do not start.
-- **unknown**: the default configuration alone makes no small model, or transformers wants a package for it that was
-  not there; a checkpoint is tried at start.
+- **unknown**: the default configuration makes no small model, or transformers needs a package that was missing; the
+  trial at start-up decides.
 
-Nothing here ran on a GPU, and weights were never trained ones.
+Nothing here ran on a GPU, and all weights were random.
 
 | kind | how | text by | |
 |---|---|---|---|
@@ -254,7 +254,7 @@ def page(found: Sequence[Row]) -> str:
         seeing=seeing,
         hearing=len(found) - seeing,
         release=RELEASE,
-        older=f";\n{older} with an earlier release, which their rows name" if older else "",
+        older=f" ({older} with an earlier release, as their rows say)" if older else "",
         counts=told,
         rows="\n".join(map(str, found)),
     )
