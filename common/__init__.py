@@ -1,1 +1,1 @@
-"""The ground floor that both services stand on; it knows neither of them."""
+"""What all services share; it does not import any of them."""

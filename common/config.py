@@ -1,7 +1,6 @@
-"""Configuration: one frozen dataclass for each service, built once at the edge from flags and the environment. A field
-is declared with `option(default, help)`; its flag is `--field-name`, its variable `PREFIX_FIELD_NAME`, and a flag wins;
-an empty variable says nothing. A bad value, or a variable with the prefix that names no option, ends the program with
-one line that says which."""
+"""Configuration: one frozen dataclass per service, built once from flags and the environment. A field is declared with
+`option(default, help)`; its flag is `--field-name`, its variable `PREFIX_FIELD_NAME`, and a flag wins; an empty
+variable is ignored. A bad value, or a variable with the prefix that names no option, ends the program with one line."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ from typing import Any, NoReturn, TypeVar
 ConfigT = TypeVar("ConfigT")
 
 _TOO_LARGE = 1 << 63
-"""What the kernel, messages and timers cannot count with; no bound that is meant is as large."""
+"""Larger than the kernel, messages and timers can handle; no sensible bound is as large."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def size(text: str) -> int:
-    """Reads a number of bytes such as `512MiB`, `2g` or `1048576`."""
+    """Parses a number of bytes such as `512MiB`, `2g` or `1048576`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None:
         raise ValueError("expected a size such as 512MiB")
@@ -42,7 +41,7 @@ def whole(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """Reads a number such as 0.5."""
+    """Parses a number such as 0.5."""
     try:
         return float(text)
     except ValueError:
@@ -89,8 +88,8 @@ def option(
     required: bool = False,
     group: str = "",
 ) -> Any:
-    """Declares a field of a configuration class; bounds are inclusive, a secret's default is not shown, nor that of a
-    field that is required. The help shows it, and those declared after it in its class, under the title `group`."""
+    """Declares a field of a configuration class; bounds are inclusive. Defaults of secrets and required fields are not
+    shown. The help shows the field, and those declared after it in its class, under the title `group`."""
     metadata = {
         "help": help,
         "parse": parse,
@@ -113,8 +112,8 @@ def load(
 ) -> ConfigT:
     """Builds a configuration of class `kind` from flags (`argv`, default: the command line) and the environment.
 
-    A class may define `validate()`, which raises ValueError where options contradict each other. Any bad value prints
-    one line and exits with status 2, as argparse does.
+    A class may define `validate()`, which raises ValueError if options contradict each other. Any bad value prints one
+    line and exits with status 2, as argparse does.
     """
     environ = os.environ if environ is None else environ
     parser = _Parser(
@@ -132,8 +131,8 @@ def load(
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         _add(groups[title], field, hints[field.name], f"{prefix}_{field.name.upper()}")
-    # A variable is read as a flag is, so that both are checked alike; then the flags have the last word.
-    # An empty one says nothing: compose files and charts set variables that nobody has given a value.
+    # Variables are parsed as flags, so that both are checked alike; then flags take precedence. Empty ones are ignored:
+    # compose files and charts set variables without a value.
     stated = {name: [f"{_flag(known[name])}={value}"] for name, value in environ.items() if value and name in known}
     given: dict[str, Any] = {}
     for variable, line in (*stated.items(), ("", sys.argv[1:] if argv is None else argv)):
@@ -152,17 +151,17 @@ _LINK = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCT
 
 
 def _is_service_link(name: str, value: str) -> bool:
-    """What Kubernetes tells every container of a service that is called `twinlens-llm`, say: none of our options."""
+    """Whether Kubernetes sets it for a service named, for example, `twinlens-llm`; it is not one of our options."""
     return bool(_LINK.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line. `source` is where the words that are read stand, if not on the command line."""
+    """Reports errors in one line. `source` names where the parsed words come from, unless it is the command line."""
 
     source = ""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2. The usage, of a hundred lines here, would hide what is wrong."""
+        """Ends the program with status 2. The usage, a hundred lines here, would hide the error."""
         flag, unknown, rest = message.partition("unrecognized arguments: ")
         if unknown and not flag:
             meant = _nearest(rest.split()[0].partition("=")[0], self._option_string_actions)
@@ -171,7 +170,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
-    """What somebody who wrote `word` may have meant; empty where nothing is like it."""
+    """What somebody who wrote `word` may have meant; empty if nothing is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), 1, 0.75)), "")
 
 
@@ -184,7 +183,7 @@ def _program(kind: type) -> str:
 
 
 def _by_group(kind: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """The fields, each with its group's title: the class's own before those of its bases, of these the last first."""
+    """The fields with their group's title: the class's own before those of its bases, the last base first."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for declaring in (kind, *reversed(kind.__mro__[1:])):
         title = ""

@@ -30,9 +30,9 @@ Caught = TypeVar("Caught", bound=BaseException)
 
 
 class TwinlensError(Exception):
-    """An error with a stable `reason`, the request `field` at fault, and, where a retry can help, when.
+    """An error with a stable `reason`, the request `field` at fault, and when a retry can help.
 
-    `message` is safe to show; `retry_after` is in seconds, None where a retry does not help.
+    `message` is safe to show; `retry_after` is in seconds, None if a retry does not help.
     """
 
     default_reason = "INTERNAL"
@@ -45,9 +45,9 @@ class TwinlensError(Exception):
         self.retry_after = retry_after
 
     def at(self, field: str, *, instead_of: str | None = None) -> Self:
-        """A copy for one of several callers, each of whom knows the item by a `field` of its own.
+        """A copy for one of several callers, each of whom knows the item by another `field`.
 
-        Given `instead_of`, only that beginning of this error's field is exchanged, and a field elsewhere stays.
+        With `instead_of`, only that beginning of this error's field is replaced, and other fields stay.
         """
         own = copy.copy(self)
         if instead_of is None:
@@ -58,8 +58,8 @@ class TwinlensError(Exception):
 
 
 def without_traces(error: Caught) -> Caught:
-    """The error alone, for who keeps it: without the errors before it, and the frames that all of them came through, in
-    which there may be megabytes, and whoever keeps the error."""
+    """The error without its causes and tracebacks, for keeping: their frames may hold megabytes, and whoever keeps the
+    error."""
     found: list[BaseException | None] = [error]
     while found:
         one = found.pop()
@@ -88,7 +88,7 @@ class Forbidden(TwinlensError):
 
 
 class NotFound(TwinlensError):
-    """No such key or model."""
+    """There is no such key or model."""
 
     default_reason = "NOT_FOUND"
 
@@ -152,16 +152,16 @@ ENCODER_SLOW: Final = "ENCODER_SLOW"
 take."""
 
 LEASE_EXPIRED: Final = "LEASE_EXPIRED"
-"""The reason of an Unavailable whose reader was late: whoever held the rows for it is not to blame."""
+"""The reason of an Unavailable whose reader was late: the holder of the rows is not to blame."""
 
 CALLER_STALLED: Final = "CALLER_STALLED"
 """The same of rows, or other messages, that came in the call itself."""
 
 MEDIA_HOST: Final = "MEDIA_HOST_UNAVAILABLE"
-"""The reason of an Unavailable that is a foreign media host's: no encoder is to blame, and no other can do better."""
+"""The reason of an Unavailable caused by a foreign media host: no encoder is to blame, and no other can do better."""
 
 MEDIA_CHANGED: Final = "MEDIA_CHANGED"
-"""The reason of an Unavailable where an address gave other media in the middle of a request: the next one is right."""
+"""The reason of an Unavailable for an address that returned different media within a request: a retry works."""
 
 
 @dataclass(frozen=True, slots=True)

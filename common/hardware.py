@@ -1,4 +1,4 @@
-"""What hardware is here, found out without torch, so that a control process stays small and starts fast."""
+"""The hardware of this machine, found without torch, so that control processes stay small and start fast."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/proc/cpuinfo")
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
-"""arch_prctl on x86-64, where AMX is, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux."""
+"""arch_prctl on x86-64 (with AMX); ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux."""
 
 _CAPABILITY = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and …_MINOR."""
 E4M3_CAPABILITY = (8, 9)
-"""Of the first GPUs that convert to and from e4m3, those of Ada."""
+"""Of the first GPUs with conversions to and from e4m3 (Ada)."""
 
 MEMORY_DRIVERS = {"cuda": "common.gpu.cuda_ipc:CudaMemory"}
-"""By the kind of a device: `module:class` of what makes its memory readable for other processes (`device_memory`)."""
+"""By kind of device: the `module:class` that makes its memory readable for other processes (`device_memory`)."""
 
 NOT_LOCKED = "the GPU copies from ordinary memory, since none can be locked: the host waits for that"
-"""Said in the log, and by benchmarks beside their figures."""
+"""Used in the log, and beside figures of benchmarks."""
 
 
 def cuda_device_count() -> int:
@@ -41,7 +41,7 @@ def cuda_device_count() -> int:
 
 
 def cuda_memory(index: int) -> int:
-    """Bytes of a GPU's memory, by its number among those of `cuda_device_count`; 0 where there is none."""
+    """Bytes of a GPU's memory, by its number below `cuda_device_count`; 0 if there is none."""
     if index >= cuda_device_count():
         return 0
     driver = ctypes.CDLL("libcuda.so.1")
@@ -52,7 +52,7 @@ def cuda_memory(index: int) -> int:
 
 
 def cuda_capability(index: int) -> tuple[int, int]:
-    """Compute capability of a GPU, by the same number; (0, 0) where there is none."""
+    """Compute capability of a GPU, by the same number; (0, 0) if there is none."""
     if index >= cuda_device_count():
         return 0, 0
     driver, device, parts = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), (ctypes.c_int(0), ctypes.c_int(0))
@@ -63,33 +63,33 @@ def cuda_capability(index: int) -> tuple[int, int]:
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Cores that this process can keep busy: those that it may run on, of which its control group, such as a
-    container's, may allow it a part."""
+    """Cores that this process can keep busy: those in its affinity mask, limited by its control group, such as a
+    container's."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = (cgroup / "cpu.max").read_text("ascii").split()
         return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such file, or "max"
+    except (OSError, ValueError):  # no such file, or no limit ("max")
         return cores
 
 
 def memory_limit(cgroup: Path = _CGROUP) -> int | None:
-    """Bytes that this process's control group, such as a container's, may take; None where that is not bounded."""
+    """The memory limit of this process's control group, such as a container's, in bytes; None if there is none."""
     try:
         return int((cgroup / "memory.max").read_text("ascii"))
-    except (OSError, ValueError):  # no such file, or "max"
+    except (OSError, ValueError):  # no such file, or no limit ("max")
         return None
 
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has AVX512-BF16, as Linux says; False where it does not."""
+    """Whether this CPU has AVX512-BF16, according to Linux; False if unknown."""
     return "avx512_bf16" in _flags()
 
 
 @functools.cache
 def multiplies_bytes() -> bool:
-    """Whether this CPU has AVX512-VNNI, likewise."""
+    """Whether this CPU has AVX512-VNNI, according to Linux; False if unknown."""
     return "avx512_vnni" in _flags()
 
 
@@ -103,9 +103,9 @@ def multiplies_byte_tiles() -> bool:
 def multiplies_tiles() -> bool:
     """Whether this CPU has AMX for bfloat16, and Linux permits this process to use it.
 
-    Linux ends a process with SIGILL that uses tiles without its permission, since they take 8 KiB in what it keeps of a
-    thread. All threads have it once one has asked, and forked children; a program that is executed has to ask again.
-    Linux refuses where a thread's alternate signal stack is too small for these, and so may a container's rules.
+    Linux kills a process that uses tiles without permission by SIGILL, since they take 8 KiB of a thread's saved state.
+    Permission covers all threads and forked children; an executed program must ask again. Linux refuses if a thread's
+    alternate signal stack is too small, and so may a container's rules.
     """
     if not {"amx_tile", "amx_bf16"} <= _flags():
         return False
@@ -114,7 +114,7 @@ def multiplies_tiles() -> bool:
 
 
 def _flags() -> set[str]:
-    """What the processor has, in Linux's words; none where it does not say."""
+    """The processor's flags in Linux's words; empty if unknown."""
     try:
         lines = _PROCESSORS.read_text("ascii", errors="replace").splitlines()
     except OSError:
@@ -123,14 +123,13 @@ def _flags() -> set[str]:
 
 
 def default_device() -> str:
-    """cuda:0 where there is a GPU, else cpu."""
+    """cuda:0 if there is a GPU, else cpu."""
     return "cuda:0" if cuda_device_count() else "cpu"
 
 
 def check_device(device: str, wanted: int = 1, there: int | None = None) -> None:
-    """Raises ValueError, in words for whoever starts the service, where `device` (cpu, cuda or cuda:N) is none, or
-    is not here with those after it, `wanted` in all. `there` is how many there are, by default as the driver says.
-    """
+    """Raises ValueError, in words for operators, if `device` (cpu, cuda or cuda:N) is invalid, or is not here together
+    with those after it, `wanted` in all. `there` is the number of GPUs, by default as the driver reports."""
     if device == "cpu":
         return
     kind, colon, index = device.partition(":")
@@ -145,11 +144,11 @@ def check_device(device: str, wanted: int = 1, there: int | None = None) -> None
 
 
 def computed_in(dtype: str, device: str) -> str:
-    """The type in which a device computes what is to be of a type: float32 on a CPU that does not multiply in that."""
+    """The type in which a device computes for a given type: float32 on a CPU that does not multiply in that type."""
     return dtype if device.startswith("cuda") or (dtype == "bfloat16" and multiplies_bfloat16()) else "float32"
 
 
 def default_dtype(device: str, checkpoint: Checkpoint) -> str:
-    """bfloat16 on a GPU, and on a CPU that multiplies bfloat16 where the checkpoint is stored in it; else float32."""
+    """bfloat16 on a GPU, and on a CPU with AVX512-BF16 if the checkpoint is stored in it; else float32."""
     short = device.startswith("cuda") or (multiplies_bfloat16() and checkpoint.stored_in == "BF16")
     return "bfloat16" if short else "float32"

@@ -1,4 +1,4 @@
-"""Whether what the services need beside the client's packages is installed. It imports nothing of that itself."""
+"""Checks whether the services' packages are installed, without importing them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODULES: Final = {
 
 
 def require(program: str) -> None:
-    """Ends the program with one line where packages of the services are not installed."""
+    """Ends the program with one line if packages of the services are missing."""
     missing = [package for package, module in MODULES.items() if not _is_here(module)]
     if missing:
         sys.exit(f"{program}: not installed: {', '.join(missing)}. Install them with: pip install 'twinlens[services]'")
@@ -44,5 +44,5 @@ def require(program: str) -> None:
 def _is_here(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is the package around it
+    except ModuleNotFoundError:  # or the package around it is missing
         return False

@@ -9,14 +9,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 T = TypeVar("T")
 
 Send: TypeAlias = Callable[[T], Awaitable[None]]
-"""Returns once there is room for the next."""
+"""Returns when there is room for the next event."""
 
 _AHEAD = 4
 """Events of all senders together that may wait for the reader."""
 
 
 class _Outbox(Generic[T]):
-    """Events of those who send, and the ends of those who are done."""
+    """The events of senders, and their ends."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[T | asyncio.Task[None]] = asyncio.Queue()
@@ -33,15 +33,15 @@ class _Outbox(Generic[T]):
         return event
 
     def clear(self) -> None:
-        """Forgets what nobody reads any more: a task that was cancelled keeps the frames of it, which lead here."""
+        """Drops everything once nobody reads: a cancelled task keeps its frames, which refer to this."""
         self.events = asyncio.Queue()
 
 
 async def merged(senders: Sequence[Callable[[Send[T]], Coroutine[Any, Any, None]]]) -> AsyncGenerator[T, None]:
-    """Every event that the senders send: what is ready goes first, and none runs far ahead of the reader. Closing it
-    ends all of them.
+    """All events of the senders: whatever is ready goes first, and no sender runs far ahead of the reader. Closing it
+    cancels the senders.
 
-    Raises what a sender raises.
+    Raises the error of a sender.
     """
     outbox: _Outbox[T] = _Outbox()
     tasks = [asyncio.create_task(sender(outbox.put)) for sender in senders]

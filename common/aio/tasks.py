@@ -1,4 +1,4 @@
-"""Background tasks whose failure is not lost, and work in threads: that is waited for, or that nobody can wait for."""
+"""Background tasks whose failures are not lost, and work in threads."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def start(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 
 
 def end_process() -> None:
-    """Ends this process at once, after a defect that nothing here mends: its children end with it, its callers go
-    elsewhere or hear of it, and whoever keeps it starts it anew. Going on would have them wait for nothing."""
+    """Ends this process at once, after a defect that cannot be repaired: its children end with it, callers go elsewhere
+    or get an error, and a supervisor restarts it. Otherwise callers would wait for nothing."""
     os._exit(EXIT_DEFECT)
 
 
 def start_vital(
     work: Coroutine[Any, Any, None], name: str, die: Callable[[], None] = end_process
 ) -> asyncio.Task[None]:
-    """As `start`, for a task without which nothing is served: an exception that ends it ends the process, by `die`."""
+    """As `start`, for a task that the service cannot do without: an exception ends the process, by `die`."""
     task = start(work, name)
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -53,16 +53,16 @@ def start_vital(
 
 
 class _Threads:
-    """Those in which this process does work; None: the loop's own, which begin when there is work for them."""
+    """The threads in which this process works; None: the event loop's own, which start on demand."""
 
     pool: ThreadPoolExecutor | None = None
 
 
 def start_threads() -> None:
-    """Starts all threads for `to_thread`. A loop starts its own when there is work for them, and one more to end them.
-    Where none can be had then, the work fails, and may be done when nobody waits for it any more.
+    """Starts all threads for `to_thread`. An event loop starts its threads on demand, and one more to stop them. If
+    none can be started then, the work fails, or is done when nobody waits for it any more.
 
-    Raises OSError where there are not as many to be had.
+    Raises OSError if not all can be started.
     """
     count = min(_MOST_THREADS, (os.cpu_count() or 1) + 4)
     pool, begun = ThreadPoolExecutor(count, "work"), threading.Barrier(count)
@@ -77,7 +77,7 @@ def start_threads() -> None:
 
 
 async def to_thread(work: Callable[..., T], *args: Any, **named: Any) -> T:
-    """Runs `work` in a thread, as `asyncio.to_thread` does, in one of those that were started."""
+    """Runs `work` in one of the threads started before, as `asyncio.to_thread` would."""
     call = partial(contextvars.copy_context().run, work, *args, **named)
     return await asyncio.get_running_loop().run_in_executor(_Threads.pool, call)
 
@@ -90,10 +90,10 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
 
 
 def in_daemon_thread(work: Callable[..., T], *args: Any) -> Future[T]:
-    """Runs `work` in a thread of its own that may still be at it when the process ends: a look-up of a name, say, which
-    nothing can cut short. For a thread of a pool the interpreter would wait."""
+    """Runs `work` in a thread of its own that may still be running when the process ends, such as a name look-up, which
+    cannot be interrupted. The interpreter would wait for a pool's thread."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # from here on nobody can take it back
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 
     def run() -> None:
         try:
@@ -104,7 +104,7 @@ def in_daemon_thread(work: Callable[..., T], *args: Any) -> Future[T]:
             future.set_result(result)
 
     try:
-        # A `threading.Thread` is waited for until it runs: for ever, where memory runs out before it does.
+        # `threading.Thread.start` waits until the thread runs: forever, if memory runs out before.
         _thread.start_new_thread(run, ())
     except (MemoryError, RuntimeError) as error:  # no thread can be had
         future.set_exception(error)
@@ -112,7 +112,7 @@ def in_daemon_thread(work: Callable[..., T], *args: Any) -> Future[T]:
 
 
 class Backoff:
-    """What is tried again waits: not at first, then a second, and twice as long each time, `longest` at most."""
+    """Delays between attempts: none at first, then a second, doubled each time, at most `longest`."""
 
     def __init__(self, longest: float) -> None:
         self.seconds = 0.0
@@ -135,7 +135,7 @@ async def wait_until_done(work: asyncio.Future[Any]) -> None:
             left = error
     if left is not None:
         if not work.cancelled():
-            work.exception()  # which nobody will ask for
+            work.exception()  # nobody else will retrieve it
         raise left
 
 
@@ -145,8 +145,8 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 class StallTolerantTimer:
-    """Calls `then` after so many seconds, for what others send: where this loop stood still until after the time was
-    up, what they sent meanwhile is still to be read, and gets a moment more in which to `cancel`."""
+    """Calls `then` after so many seconds unless `cancel`led by a message. If this event loop stood still beyond that
+    time, messages received meanwhile are still to be read, and get a moment more."""
 
     _STALL = 0.05
     _DOUBT = 0.5

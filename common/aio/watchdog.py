@@ -1,4 +1,4 @@
-"""A block that is left with an error once regular looks at what it waits for find one."""
+"""A context that ends with an error when regular checks find one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import TracebackType
 from typing import Self
 
 LOOKS = 3
-"""Looks in a row that must find an error of one kind. A word that came before the first of them is read at the end of
-this loop's turn, and heard in the next one. Who judged at once would take what has just spoken for silent: on a busy
-machine a turn takes longer than it takes to say something and fall asleep."""
+"""Consecutive checks that must find the same kind of error. A message that arrived before the first of them is read at
+the end of the loop's turn, and taken into account in the next. An immediate verdict would take a process that has just
+answered for silent: on a busy machine, a turn takes longer than answering."""
 
 
 class Watchdog(ABC):
-    """While the block runs, `_look` is called every so many `seconds`; the error that `LOOKS` of them in a row give
-    ends the block."""
+    """While the context is active, `_look` is called every `seconds`; an error that `LOOKS` consecutive calls return
+    ends it."""
 
     def __init__(self, seconds: float) -> None:
         self._every = seconds
@@ -25,7 +25,7 @@ class Watchdog(ABC):
 
     @abstractmethod
     def _look(self, late: float) -> Exception | None:
-        """Why the block is to be left, None while it may go on; this loop calls it `late` seconds after its time."""
+        """Why the context must end, None if it may go on; called `late` seconds after it was due."""
 
     async def __aenter__(self) -> Self:
         await self._limit.__aenter__()

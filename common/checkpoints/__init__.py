@@ -1,1 +1,1 @@
-"""What a folder with a model's weights holds."""
+"""Reads folders with a model's weights."""

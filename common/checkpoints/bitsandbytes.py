@@ -1,5 +1,5 @@
-"""Weights as bitsandbytes stores them in a checkpoint, in 4 bits (NF4, FP4) or in 8: what belongs to one, and what its
-numbers are. Formulas are those of its `dequantize_4bit` and `int8_vectorwise_dequant`."""
+"""Weights stored by bitsandbytes in 4 bits (NF4, FP4) or 8: which tensors belong to one, and how they are decoded.
+Formulas are those of its `dequantize_4bit` and `int8_vectorwise_dequant`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NF4: Final = (
 """The numbers of its codes: quantiles of a normal distribution, as parts of the largest (QLoRA, appendix E)."""
 _FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
 FP4: Final = (*_FP4, *(-each for each in _FP4))
-"""The same of its floats of 4 bits, whose order is its own."""
+"""The values of its 4-bit floats, in its own order."""
 LEVELS: Final = {"nf4": NF4, "fp4": FP4}
 _SCALES, _FORMAT = "SCB", "weight_format"
 _HIGHEST = 127.0
@@ -49,14 +49,13 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_4_bits(parts: Collection[str]) -> bool:
-    """Whether a module's tensors, by what they are of it, are a weight in 4 bits."""
+    """Whether these tensors of a module, by their last names, are a weight in 4 bits."""
     return "weight.quant_map" in parts
 
 
 class FourBits:
-    """A weight [outputs, inputs] whose numbers lie two in a byte, the first in its upper half, row behind row; each
-    `block` of them have one scale. `tensors` are read as slices are. Raises KeyError where one is missing,
-    ValueError for what does not fit."""
+    """A weight [outputs, inputs] with two numbers per byte, the first in the upper half, row by row; each `block` of
+    numbers has a scale. `tensors` support slicing. Raises KeyError if one is missing, ValueError if they do not fit."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         state = [(part, found[1]) for part in tensors if (found := _STATE.fullmatch(part))]
@@ -91,8 +90,8 @@ class FourBits:
         return self.shape[1] % self.block == 0
 
     def rows(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Of some outputs, where blocks are `in_rows`: codes uint8 [n, inputs / 2], the first of two in the lower half,
-        and scales float32 [n, inputs / block]."""
+        """Some outputs, if blocks are `in_rows`: codes uint8 [n, inputs / 2], the first of two in the lower half, and
+        scales float32 [n, inputs / block]."""
         outputs, inputs = self.shape
         codes = self._codes.view(outputs, inputs // 2)[begin:end]
         return (codes >> 4) | (codes << 4), self._scales.view(outputs, inputs // self.block)[begin:end]
@@ -106,8 +105,8 @@ class FourBits:
 
 
 def of_8_bits(tensors: Mapping[str, Any]) -> tuple[Any, Tensor]:
-    """Numbers int8 [outputs, inputs], to be read as slices are, and a scale for each output, float32 [outputs, 1].
-    Raises KeyError where one is missing, ValueError for another order of numbers than that of rows."""
+    """Numbers int8 [outputs, inputs], which support slicing, and a scale for each output, float32 [outputs, 1]. Raises
+    KeyError if one is missing, ValueError if numbers are not in row order."""
     if _FORMAT in tensors and int(tensors[_FORMAT][...]) != 0:
         raise ValueError(f"its {_FORMAT} is not that of rows")
     scales: Tensor = tensors[_SCALES][:].float().reshape(-1, 1) / _HIGHEST
@@ -116,8 +115,7 @@ def of_8_bits(tensors: Mapping[str, Any]) -> tuple[Any, Tensor]:
 
 def load_dense(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
     """Yields (new name, tensor) for each tensor whose name `wanted` maps to a new one; None leaves it unread. Weights
-    that bitsandbytes has quantised are as they were before, but for what that lost. Raises CheckpointError where a part
-    of one is missing or does not fit."""
+    quantised by bitsandbytes are dequantised. Raises CheckpointError if a part of one is missing or does not fit."""
     modules: dict[str, list[str]] = {}
     for name in checkpoint.tensors:
         module, part = split_name(name)

@@ -19,23 +19,23 @@ from common.checkpoints import tekken
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _QUANTIZATION = "hf_quant_config.json"
-"""Of NVIDIA's Model Optimizer, whose older releases state it there alone."""
+"""NVIDIA Model Optimizer's file; its older releases state quantisation only there."""
 _MAX_HEADER = 100 << 20
 _POINTER = b"version https://git-lfs"
-"""What a file begins with that Git left to its extension for large files."""
+"""The beginning of a file that Git LFS has not fetched."""
 _FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Types of floats of 16 or 32 bits, by config.json's word for each, in safetensors' word."""
 _SETTINGS = ["*.json", "*.jinja", "*.txt"]
-"""What is downloaded first: all but weights."""
+"""Downloaded first: everything but weights."""
 
 
 class CheckpointError(ValueError):
-    """The folder does not hold a usable checkpoint; the message says what is missing."""
+    """The folder does not have a usable checkpoint; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: its file, element type (safetensors' word), shape, and byte range in the file."""
+    """A tensor's file, element type (in safetensors' words), shape, and byte range in the file."""
 
     file: Path
     dtype: str
@@ -48,7 +48,7 @@ class Checkpoint:
     """A checkpoint folder, read as it is asked for. `name` is the model's, by default the folder's own."""
 
     def __init__(self, folder: Path, name: str = "", prefixes: Sequence[str] = ("",)) -> None:
-        """Of shards, those alone are looked at that have a tensor whose name begins with one of the `prefixes`."""
+        """Only shards with a tensor whose name begins with one of the `prefixes` are considered."""
         self._prefixes = tuple(prefixes)
         self.folder = folder
         self.name = name or folder.resolve().name
@@ -59,11 +59,11 @@ class Checkpoint:
     def resolve(
         cls, model: str, revision: str = "", needs: Callable[[Checkpoint], Sequence[str]] = lambda _: ("",)
     ) -> Checkpoint:
-        """Opens a folder, or first downloads a hub name such as `Qwen/Qwen3-VL-4B-Instruct`, which is the model's name
-        as it is; `revision` is a branch, tag or commit there.
+        """Opens a folder, or downloads a hub name such as `Qwen/Qwen3-VL-4B-Instruct`, which stays the model's name;
+        `revision` is a branch, tag or commit there.
 
-        `needs` says how the names of the tensors begin that are needed, once all but weights is there: other shards are
-        neither downloaded nor missed. Raises CheckpointError where there is no such checkpoint.
+        `needs` returns the prefixes of the tensors needed, once everything but weights is there: other shards are not
+        downloaded, and may be missing. Raises CheckpointError if there is no such checkpoint.
         """
         if Path(model).is_dir():
             if revision:
@@ -78,22 +78,22 @@ class Checkpoint:
         return part
 
     def part(self, prefixes: Sequence[str]) -> Checkpoint:
-        """The same, with those shards alone that have a tensor whose name begins so."""
+        """The same, with only the shards that have a tensor with such a prefix."""
         return Checkpoint(self.folder, self.name, prefixes)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json. Where it has no `quantization_config`, that is hf_quant_config.json, if there is one."""
+        """config.json. If it has no `quantization_config`, that of hf_quant_config.json is used, if there is one."""
         stated, beside = self.json("config.json"), self.json(_QUANTIZATION)
         return stated | {"quantization_config": beside} if beside and "quantization_config" not in stated else stated
 
     @property
     def architecture(self) -> str:
-        """The model's class, as config.json names it, or the kind of model where it names none."""
+        """The model's class in config.json, or its `model_type` if it names none."""
         return str(next(iter(self.config.get("architectures") or [self.config.get("model_type", "")])))
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON file of the folder; an empty object where it is not there."""
+        """A JSON file of the folder; an empty object if it is missing."""
         path = self.folder / name
         if not path.is_file():
             return {}
@@ -111,8 +111,8 @@ class Checkpoint:
         return path.read_text("utf-8") if path.is_file() else None
 
     def tokenizer(self) -> str:
-        """What tokenizer.json says, or would say where there is Mistral's own form alone, which takes a second. Raises
-        CheckpointError where there is neither."""
+        """The content of tokenizer.json, converted from Mistral's format if there is only that, which takes a second.
+        Raises CheckpointError if there is neither."""
         if (found := self.text("tokenizer.json")) is not None:
             return found
         if not (stated := self.json(tekken.FILE)):
@@ -123,8 +123,7 @@ class Checkpoint:
             raise CheckpointError(f"{tekken.FILE} is not in a known form") from error
 
     def tokenizer_settings(self) -> dict[str, Any]:
-        """The same as an object, by which texts are neither cut nor filled up, whatever was set for the batches that a
-        model was trained by."""
+        """The same as an object, without truncation and padding, which may have been set for training batches."""
         settings = self.json("tokenizer.json") or json.loads(self.tokenizer())
         return {**settings, "truncation": None, "padding": None}
 
@@ -143,24 +142,23 @@ class Checkpoint:
 
     @cached_property
     def stored_in(self) -> str:
-        """The type of floats (safetensors' word) of 16 or 32 bits that most bytes of all shards are in, be they needed
-        or not: whoever needs others must come to the same. Where not all are here, what config.json states of the text,
-        else the type of those that are here. Of a quantised checkpoint it is that of what is left. Empty where there
-        are none."""
+        """The float type (in safetensors' words) of 16 or 32 bits that most bytes of all shards have, needed or not, so
+        that all services agree. If not all shards are here: the type stated for the text in config.json, else that of
+        the shards here. For a quantised checkpoint, the type of the rest. Empty if there are no floats."""
         try:
             return _most_bytes(Checkpoint(self.folder).tensors)
         except CheckpointError:
             return self._stated_type() or _most_bytes(self.tensors)
 
     def _stated_type(self) -> str:
-        """What config.json states that the text is stored in; empty where it does not."""
+        """The type stated for the text in config.json; empty if none."""
         text = self.config.get("text_config")
         parts = [text, self.config] if isinstance(text, dict) else [self.config]
         stated = [part.get("dtype") or part.get("torch_dtype") for part in parts]
         return next((_FLOATS[name] for name in stated if isinstance(name, str) and name in _FLOATS), "")
 
     def _lacks(self, name: str) -> str:
-        """Why there are no weights: a file of this name is not there."""
+        """Why there are no weights: a file of this name is missing."""
         if name != SINGLE:
             return f"{self.folder} has no {name}"
         if pickles := sorted(path.name for path in self.folder.glob("pytorch_model*.bin")):
@@ -170,14 +168,14 @@ class Checkpoint:
         return f"{self.folder} {why}: convert them to safetensors"
 
     def weight_files(self) -> list[str]:
-        """The names of the files that have its tensors, whether they are here or not. Raises CheckpointError where the
-        index does not say."""
+        """The names of the files with its tensors, whether they are here or not. Raises CheckpointError if the index
+        does not say."""
         if (files := self.shards()) is None:
             return [SINGLE]
         return sorted({file for tensor, file in files.items() if tensor.startswith(self._prefixes)})
 
     def shards(self) -> dict[str, str] | None:
-        """The file of each tensor, as the index says it; None where there is none. Raises CheckpointError as
+        """The file of each tensor, according to the index; None without an index. Raises CheckpointError as
         `weight_files`."""
         if not (index := self.json(INDEX)):
             return None
@@ -190,13 +188,13 @@ class Checkpoint:
 def _most_bytes(tensors: Mapping[str, TensorInfo]) -> str:
     totals = Counter[str]()
     for name, info in tensors.items():
-        if ".weight." not in name:  # what stands below a weight are constants of a quantised one
+        if ".weight." not in name:  # tensors below a weight are constants of its quantisation
             totals[info.dtype] += info.end - info.begin
     return max(_FLOATS.values(), key=lambda name: totals[name]) if any(map(totals.get, _FLOATS.values())) else ""
 
 
 def _downloaded(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder of a snapshot of the hub's, named by its commit, in which files of these patterns are."""
+    """The folder of a snapshot of the hub, named by its commit, with the files of these patterns."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -226,7 +224,7 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, TensorInfo]:
 
 
 def _unlike(path: Path, what: str) -> str:
-    """Says that a file is not what it should be, and of one that Git did not fetch how it comes."""
+    """Says that a file is invalid, and how to get one that Git LFS has not fetched."""
     with path.open("rb") as file:
         is_pointer = file.read(len(_POINTER)) == _POINTER
     why = ", but a pointer of Git LFS: `git lfs pull` fetches the file" if is_pointer else ""

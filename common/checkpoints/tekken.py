@@ -1,5 +1,5 @@
-"""Mistral's own form of a tokenizer, `tekken.json`, beside which there may be no other, and no chat template: as the
-tokenizers library has one, and what it says of chats and of sounds."""
+"""Mistral's own tokenizer format, `tekken.json`, which may come without any other and without a chat template:
+converted for the tokenizers library, and what it states about chats and sounds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FILE: Final = "tekken.json"
 BOS, EOS = "<s>", "</s>"
 BEGIN_AUDIO, AUDIO = "[BEGIN_AUDIO]", "[AUDIO]"
 _FILLER = "<SPECIAL_{id}>"
-"""What a special token is called that the file counts and does not name."""
+"""The name of a special token that the file counts but does not name."""
 _OLDEST_CHAT = 7
-"""The first version of chats whose system prompt stands between marks of its own."""
+"""The first version of chats whose system prompt has its own marks."""
 _CHUNK_SECONDS, _ROWS_PER_SECOND, _RATE = 30.0, 12.5, 16_000
 
 TEMPLATE: Final = """\
@@ -42,8 +42,8 @@ TEMPLATE: Final = """\
 
 
 def chat_template(tekken: Mapping[str, Any]) -> str | None:
-    """The template of a checkpoint that has none beside this file; None where chats had another form, or it is not
-    there."""
+    """The chat template of a checkpoint that has none beside this file; None if its version of chats differs, or the
+    file is missing."""
     version = re.fullmatch(r"v(\d+)", str(tekken.get("config", {}).get("version")))
     return TEMPLATE if version and int(version[1]) >= _OLDEST_CHAT else None
 
@@ -61,8 +61,8 @@ def sound_rows(tekken: Mapping[str, Any], samples: int) -> int:
 
 
 def tokenizer_settings(tekken: Mapping[str, Any]) -> dict[str, Any]:
-    """What tokenizer.json would say: ids of special tokens come first, and a text begins with `BOS`. Raises ValueError,
-    KeyError or TypeError where the file is not of that form."""
+    """The content of tokenizer.json: special tokens have the first ids, and a text begins with `BOS`. Raises
+    ValueError, KeyError or TypeError if the file is invalid."""
     config = tekken["config"]
     named = {int(each["rank"]): str(each["token_str"]) for each in tekken["special_tokens"]}
     special = int(config.get("default_num_special_tokens", len(named)))
@@ -100,8 +100,7 @@ _PLAIN_MARK = "single_word", "lstrip", "rstrip", "normalized"
 
 
 def _ranks(marks: list[str], tokens: list[bytes]) -> dict[str, Any]:
-    """Ids of all tokens, and the pairs that make one of two others, first those that make the first: a token's number
-    is the turn in which it is made."""
+    """The ids of all tokens, and the merges in order: a token's id is the rank of its merge."""
     sign = _signs()
     known = set(tokens)
     written = {token: "".join(map(sign.__getitem__, token)) for token in tokens}
@@ -120,8 +119,8 @@ def _turns(turns: Mapping[bytes, int], pair: tuple[bytes, bytes]) -> tuple[int, 
 
 
 def _signs() -> list[str]:
-    """The sign that stands for each byte in a byte-level vocabulary (Radford et al. 2019): the byte's own where it can
-    be seen, else the next of those behind the first 256."""
+    """The character for each byte in a byte-level vocabulary (Radford et al. 2019): the byte's own if it is printable,
+    else the next one from 256 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in seen else chr(next(others)) for byte in range(0x100)]

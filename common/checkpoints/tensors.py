@@ -1,4 +1,4 @@
-"""Tensors out of a checkpoint, one at a time and only those that are asked for."""
+"""Reads single tensors of a checkpoint on demand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from common.checkpoints.checkpoint import Checkpoint
 
 
 def load_slices(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Any]]:
-    """Yields (new name, what reads a part) for each tensor whose name `wanted` maps to a new one; None leaves it.
-    What reads is indexed as a tensor is: `stored[0:8, 16:32]`."""
+    """Yields (new name, reader) for each tensor whose name `wanted` maps to a new one; None skips it. Readers are
+    indexed like tensors: `stored[0:8, 16:32]`."""
     with SliceReader(checkpoint) as reader:
         for name in checkpoint.tensors:
             if (renamed := wanted(name)) is not None:
@@ -22,8 +22,8 @@ def load_slices(checkpoint: Checkpoint, wanted: Callable[[str], str | None]) -> 
 
 
 class SliceReader:
-    """A checkpoint's tensors by name, each as what reads a part when it is indexed. To be used in a `with` block: files
-    are opened when they are first asked for, and mapped, so that a tensor costs memory only while it is used."""
+    """A checkpoint's tensors by name; each is read in part when it is indexed. A context manager: files are opened on
+    first use and memory-mapped, so a tensor costs memory only while it is used."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.tensors

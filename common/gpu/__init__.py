@@ -1,1 +1,1 @@
-"""Work on a GPU that both services do alike: its memory across processes, graphs, copies to and fro."""
+"""GPU work that both services do alike: memory across processes, graphs, copies."""

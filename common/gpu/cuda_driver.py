@@ -1,7 +1,7 @@
-"""Calls to the NVIDIA driver's own library, which comes with the driver.
+"""Calls to the library of NVIDIA's driver.
 
-Names are those of the CUDA Driver API. A call that the driver refuses leaves nothing behind: the runtime, which torch
-uses, keeps its last error, and blames the next kernel for it.
+Names are those of the CUDA Driver API. A failed driver call leaves no trace, unlike the runtime, which torch uses: that
+keeps its last error and blames the next kernel for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.gpu.device_memory import DeviceMemoryError
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Calls the driver; raises DeviceMemoryError for what it does not do, or where there is none."""
+    """Calls the driver; raises DeviceMemoryError if the call fails, or there is no driver."""
     try:
         function = getattr(_library(), name)
     except AttributeError as error:

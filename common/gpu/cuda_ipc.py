@@ -1,7 +1,7 @@
-"""Memory of NVIDIA GPUs that other processes read: CUDA IPC, through the driver's own interface (`cuda_driver`).
+"""Memory of NVIDIA GPUs that other processes read: CUDA IPC, by the driver API (`cuda_driver`).
 
 torch, whose caching allocator packs many tensors into a block, is only asked for the current stream. Every call needs
-the device's primary context to be current, which it is in a thread that has used the device by torch.
+the device's primary context to be current, as it is in a thread that has used the device by torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.gpu.device_memory import DeviceMemoryError
 
 HANDLE_BYTES = 64
 _GRANULE = 2 << 20
-"""Smaller allocations may share a block with others, which a handle would give away too."""
+"""Smaller allocations may share a block with others, which a handle would expose as well."""
 
 _LAZY_PEER_ACCESS = 1
 
@@ -33,7 +33,7 @@ class _Uuid(ctypes.Structure):
 
 
 class CudaMemory:
-    """The driver; raises DeviceMemoryError where there is none."""
+    """The driver; raises DeviceMemoryError if there is none."""
 
     def __init__(self) -> None:
         call("cuInit", c_uint(0))
@@ -52,7 +52,7 @@ class CudaMemory:
         return CudaPool(device, address.value, bytes(handle.reserved), size)
 
     def open(self, device: torch.device, handle: bytes) -> CudaMapping:
-        """Opens a handle; access to a peer is turned on where the memory is another GPU's."""
+        """Opens a handle; enables peer access if the memory is on another GPU."""
         if len(handle) != HANDLE_BYTES:
             raise DeviceMemoryError("this is no handle of a CUDA IPC pool")
         address, base, size = c_uint64(), c_uint64(), c_size_t()
@@ -69,7 +69,7 @@ class CudaMemory:
         return mapping
 
     def reachable(self, devices: Sequence[torch.device]) -> list[str]:
-        """Of the GPUs that this process sees, those that all of `devices` are, or are peers of."""
+        """The GPUs visible to this process that each of `devices` is, or is a peer of."""
         count = c_int()
         call("cuDeviceGetCount", byref(count))
         every = [_ordinal(index) for index in range(count.value)]
@@ -121,14 +121,14 @@ class CudaMapping:
 
 
 def _copy(device: torch.device, target: int, source: int, size: int) -> None:
-    """The driver tells from the addresses which GPUs they belong to."""
+    """The driver finds the GPUs from the addresses."""
     with torch.cuda.device(device):
         stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
         call("cuMemcpyAsync", c_uint64(target), c_uint64(source), c_size_t(size), stream)
 
 
 def _made_current(device: torch.device) -> torch.cuda.device:
-    """A block in which the device's context is current; waiting for the device makes one where there is none."""
+    """A context in which the device's primary context is current; waiting for the device creates one if necessary."""
     torch.cuda.synchronize(device)
     return torch.cuda.device(device)
 
@@ -138,7 +138,7 @@ def _index(device: torch.device) -> int:
 
 
 def _ordinal(index: int) -> int:
-    """The driver's name for the GPU that torch calls cuda:index; both count what CUDA_VISIBLE_DEVICES leaves."""
+    """The driver's number of torch's cuda:index; both count within CUDA_VISIBLE_DEVICES."""
     device = c_int()
     call("cuDeviceGet", byref(device), c_int(index))
     return device.value

@@ -16,8 +16,8 @@ _WAITS = "called a synchronizing CUDA operation"
 
 
 def use_gpu(device: torch.device) -> None:
-    """Makes a GPU the current one: Triton launches there, wherever the tensors are. Raises CheckpointError where this
-    torch cannot."""
+    """Makes a GPU current, since Triton launches there wherever the tensors are. Raises CheckpointError if this torch
+    cannot use it."""
     if not torch.cuda.is_available():
         raise CheckpointError(
             f"torch {torch.__version__} cannot use {device}: install a build for this driver, or use --device cpu"
@@ -26,15 +26,14 @@ def use_gpu(device: torch.device) -> None:
 
 
 def release_memory() -> None:
-    """Waits for this process's GPU, if it has begun to use one, and has torch give back to the driver what it keeps of
-    memory that is free."""
+    """Waits for this process's GPU, if it uses one, and has torch return cached memory to the driver."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 Clock = Callable[[Callable[[], object]], float]
-"""Seconds that a device spends on what a callable begins, and only begins."""
+"""Seconds that a device takes for what a callable launches."""
 
 
 def gpu_seconds(run: Callable[[], object]) -> float:
@@ -52,8 +51,8 @@ def gpu_seconds(run: Callable[[], object]) -> float:
 
 @contextmanager
 def told_waits() -> Iterator[list[str]]:
-    """Gets, at the end, the line of code of each operator or copy for which the host has waited for the GPU. Waits for
-    a stream or an event are none: who waits for these says so."""
+    """At the end, holds the line of code of each operator or copy for which the host waited for the GPU. Explicit waits
+    for streams and events do not count."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -1,7 +1,6 @@
-"""Device memory that one process makes and others on the same host read: the few calls that this takes, as a protocol.
-A pool is an allocation that lives as long as its process; others map it by its handle, and leases say who may read
-what. Rows are announced with a sum over their bytes (`row_sum`), so that what a dead owner left is never taken for
-them."""
+"""Device memory that one process allocates and others on the same host read, as a protocol of few calls. A pool is an
+allocation that lives as long as its process; others map it by its handle, and leases govern reading. Rows are announced
+with a sum over their bytes (`row_sum`), so that what a dead owner left is never taken for them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from common.hardware import MEMORY_DRIVERS
 
 _WORD = 4
-"""Bytes of what rows are summed up by."""
+"""Bytes of the words that are summed."""
 
 
 class DeviceMemoryError(RuntimeError):
@@ -23,7 +22,7 @@ class DeviceMemoryError(RuntimeError):
 
 
 class Pool(Protocol):
-    """The owner's side. `device` is the UUID of the device that it lies on, `handle` what others open it by."""
+    """The owner's side. `device` is the UUID of its device, `handle` is what others open it by."""
 
     device: str
     handle: bytes
@@ -34,7 +33,7 @@ class Pool(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees it. Nobody may have it open any more."""
+        """Frees it. Nobody may have it open."""
         ...
 
 
@@ -49,7 +48,7 @@ class Mapping(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Unmaps it."""
         ...
 
 
@@ -57,8 +56,8 @@ class DeviceMemory(Protocol):
     """The driver of one kind of device."""
 
     def create(self, device: torch.device, size: int) -> Pool:
-        """A pool of at least `size` bytes that other processes can open, for as long as this one lives: what becomes of
-        readers when it is freed under them is not defined. Raises DeviceMemoryError."""
+        """A pool of at least `size` bytes that other processes can open as long as this one lives: freeing it under
+        readers is undefined behaviour. Raises DeviceMemoryError."""
         ...
 
     def open(self, device: torch.device, handle: bytes) -> Mapping:
@@ -71,7 +70,7 @@ class DeviceMemory(Protocol):
 
 
 def driver(device: torch.device) -> DeviceMemory:
-    """The driver of a device's kind; raises DeviceMemoryError where there is none."""
+    """The driver for a kind of device; raises DeviceMemoryError if there is none."""
     if device.type not in MEMORY_DRIVERS:
         raise DeviceMemoryError(f"a {device.type} has no memory of its own to share: this needs a GPU")
     module, _, name = MEMORY_DRIVERS[device.type].partition(":")

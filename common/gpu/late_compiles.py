@@ -16,13 +16,13 @@ class LateCompiles:
         self.count = 0
 
     def watch(self) -> None:
-        """What the process has done until now was its start."""
-        from triton import knobs  # there is none where nothing is computed on a GPU
+        """Begins to count: everything compiled so far belongs to the start."""
+        from triton import knobs  # missing if nothing is computed on a GPU
 
         knobs.runtime.jit_post_compile_hook = self._compiled
 
     def take(self) -> int:
-        """How many there were since the last time; from then on `count` begins anew."""
+        """The number since the last call; resets it."""
         taken, self.count = self.count, 0
         return taken
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes: kernels are compiled for addresses that are multiples of it, and anew for others."""
+"""Bytes: kernels are compiled for addresses that are multiples of it, and again for others."""
 
 _TYPES = {
     np.dtype(given): kept
@@ -21,7 +21,7 @@ _TYPES = {
         (np.float64, torch.float64),
     )
 }
-"""What arrays become on the device."""
+"""The types of arrays on the device."""
 
 
 def aligned(size: int, to: int = ALIGNMENT) -> int:
@@ -34,9 +34,9 @@ def aligned(size: int, to: int = ALIGNMENT) -> int:
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Each array as a tensor on the device, of the same shape and type: all in one copy, which nobody waits for.
+    """Each array as a tensor of the same shape and type on the device: all in one asynchronous copy.
 
-    The memory that it reads from is locked, and torch's own allocator gives it to nobody else before the copy is over.
+    It reads pinned memory, which torch's allocator does not reuse before the copy is over.
     """
     ends: list[int] = []
     for array in arrays:
@@ -50,7 +50,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 
 
 def tensors_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The same of the host's tensors, of any type; on a CPU they stay what they are."""
+    """The same for host tensors of any type; on a CPU they are returned unchanged."""
     if device.type == "cpu":
         return list(tensors)
     there = to_device([_bytes_of(each) for each in tensors], device)
@@ -62,7 +62,7 @@ def _bytes_of(tensor: Tensor) -> np.ndarray:
 
 
 def _moved(arrays: Sequence[np.ndarray], ends: Sequence[int], device: torch.device) -> Tensor:
-    """uint8 [the last end] on the device, in which each array ends at its place."""
+    """uint8 [last of ends] on the device; each array ends at its place."""
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     packed = host.numpy()
     for array, end in zip(arrays, ends, strict=True):

@@ -1,4 +1,4 @@
-"""The JSON schema of a call of one of several functions, which the LLM service and the gateway hold answers to."""
+"""JSON schemas of calls to one of several functions, to which the LLM service and the gateway hold answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of_arguments(parameters: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema, or a part of one, that is to stand at `root` of another."""
+    """A schema, or a part of one, adapted to its place at `root` of another."""
     match schema:
         case dict():
             return {

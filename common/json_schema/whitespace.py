@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 MOST = 32
-"""Signs between two words of JSON: a line end, and blanks for seven levels of four or fifteen of two. Further in there
-is less than a writer would have put, in JSON that is as good."""
+"""Characters between two tokens of JSON: a newline, and indentation of seven levels of four or fifteen of two. Deeper
+levels are indented less than usual, in equivalent JSON."""
 SETTINGS = "x-guidance"
-"""llguidance's settings in a schema: whoever sends some has said what is wanted."""
+"""llguidance's settings in a schema; if a caller sends some, they apply."""
 PATTERN = rf"[\x20\x0A\x0D\x09]{{1,{MOST}}}"
 
 

@@ -1,1 +1,1 @@
-"""What both services say of media: its nouns, its messages, and its content key."""
+"""Media as both services see them: nouns, messages, and content keys."""

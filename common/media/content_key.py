@@ -33,8 +33,8 @@ def content_key(digest: str, modality: Modality, content: Content, options: Opti
 
 
 def _about(content: Content) -> dict[str, Any]:
-    """What the key covers besides the bytes: of decoded pixels the shape, and the time of each frame; of rows all that
-    is said of them, so that a block that contradicts itself never has the key of a good one."""
+    """What the key covers besides the bytes: for decoded pixels the shape and the times of frames; for rows everything
+    stated about them, so that a contradictory block never has the key of a good one."""
     match content:
         case Pixels(_, frames, height, width, seconds):
             return {"pixels": [frames, height, width], "seconds": list(seconds)}
@@ -47,5 +47,5 @@ def _about(content: Content) -> dict[str, Any]:
 
 
 async def sized(work: Callable[..., T], *args: Any, size: int) -> T:
-    """The result of work over `size` bytes, done off the event loop where that takes long."""
+    """The result of work over `size` bytes, in a thread if that takes long."""
     return work(*args) if size <= _SMALL else await in_thread(work, *args)

@@ -33,10 +33,10 @@ from twinlens.v1 import encoder_pb2, media_pb2
 
 KEY_BYTES: Final = 32
 MAX_TIMES: Final = 16_384
-"""Times of one item at most. They are part of its key, and a message holds millions, which would take seconds."""
+"""Most times of one item. They are part of its key, and a message could hold millions, which would take seconds."""
 
 MAX_PARTS: Final = 16_384
-"""Parts at most of what stands in a prompt for an item."""
+"""Most parts of an item's layout in a prompt."""
 MAX_REPLACEMENT: Final = 1 << 20
 """Characters of all of them at most."""
 
@@ -147,7 +147,7 @@ def write_media(item: Media) -> list[bytes]:
 
 
 def _framed(field: int, *pieces: bytes) -> list[bytes]:
-    """A field of these bytes, of a number below 16."""
+    """A field of these bytes, with a number below 16."""
     return [bytes((field << 3 | 2,)), varint(sum(map(len, pieces))), *pieces]
 
 
@@ -241,7 +241,7 @@ def _read_replacement(given: Sequence[encoder_pb2.PromptPart]) -> tuple[PromptPa
 
 
 def _has_positions(part: encoder_pb2.PromptPart) -> bool:
-    """Whether a part's positions are those of its rows, and of tokens of its text, if of any."""
+    """Whether a part's positions cover its rows, and no more tokens of its text than it has."""
     of_text = len(part.positions) // _POSITION_BYTES - part.rows
     return len(part.positions) % _POSITION_BYTES == 0 and 0 <= of_text <= len(part.text.encode())
 
@@ -261,7 +261,7 @@ Checked = encoder_pb2.EncodeHeader | encoder_pb2.EncodeRows
 
 
 def write_stages(stages: Mapping[str, Stage]) -> list[media_pb2.StageTiming]:
-    """Stages whose moments are counted from the call's arrival."""
+    """Stages with times counted from the call's arrival."""
     return [
         media_pb2.StageTiming(stage=name, seconds=stage.seconds, start_seconds=stage.began, end_seconds=stage.ended)
         for name, stage in stages.items()
@@ -269,7 +269,8 @@ def write_stages(stages: Mapping[str, Stage]) -> list[media_pb2.StageTiming]:
 
 
 def read_stages(given: Iterable[media_pb2.StageTiming], called: float) -> dict[str, Stage]:
-    """An encoder's stages on our clock, which was at `called` when it was called; what is no number is not known."""
+    """An encoder's stages on our clock, which was at `called` at the time of the call; times that are not numbers are
+    dropped."""
 
     def moment(stage: media_pb2.StageTiming, field: str) -> float | None:
         value: float = getattr(stage, field)
@@ -281,12 +282,12 @@ def read_stages(given: Iterable[media_pb2.StageTiming], called: float) -> dict[s
 
 
 def add_checksum(message: Checked) -> None:
-    """Sets what tells whether the message was damaged on the way."""
+    """Adds a checksum, which reveals damage on the way."""
     message.crc32c = crc32c(message.SerializeToString(deterministic=True))
 
 
 def verify_checksum(message: Checked) -> None:
-    """Raises DataLoss where a message is not as it was sent; one without a sum is believed."""
+    """Raises DataLoss if a message differs from what was sent; one without a checksum is accepted."""
     if not message.crc32c:
         return
     plain = copy.deepcopy(message)
@@ -296,7 +297,7 @@ def verify_checksum(message: Checked) -> None:
 
 
 def by_transport(counts: Mapping[Any, int]) -> dict[tuple[str, ...], float]:
-    """Counts by transport number under their names, such as `shared_memory`; 0 for those that have none."""
+    """Counts by transport number under their names, such as `shared_memory`; 0 for missing ones."""
     return {
         (name.removeprefix("TRANSPORT_").lower(),): counts.get(number, 0)
         for name, number in encoder_pb2.Transport.items()

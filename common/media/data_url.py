@@ -11,12 +11,12 @@ _SCHEME = "data:"
 _LONGEST_HEAD = 1024
 """Characters before the comma. Megabytes of parameters would become lists of a hundred times their size."""
 _LISTED = "video/jpeg"
-"""What holds a list: pictures in base64, with a comma between two of them, as vLLM's callers send a video's frames. Its
-content is one picture behind the other."""
+"""The type of a list: pictures in base64, separated by commas, as vLLM's clients send a video's frames. It is decoded
+to the concatenated pictures."""
 _MOST_PIECES = 10_000
 _ESCAPED = {"%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "="}
 _ESCAPED |= {"%0A": "", "%0a": "", "%0D": "", "%0d": "", "%20": "", "%09": ""}
-"""The signs of base64 that some callers escape; one after the other these cost milliseconds, whatever else is there."""
+"""Characters of base64 that some clients escape; unescaping them one by one takes milliseconds for any URL."""
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _SPACES = b" \t\r\n"
 
@@ -55,7 +55,7 @@ def _pieces(body: str, field: str) -> list[str]:
 
 
 def decode_body(body: str, field: str) -> bytes:
-    """The content, of what stands behind the comma. Raises InvalidInput likewise."""
+    """The content of what follows the comma. Raises InvalidInput likewise."""
     if "%" in body:
         for escaped, sign in _ESCAPED.items():
             body = body.replace(escaped, sign)

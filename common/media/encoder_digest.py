@@ -19,10 +19,10 @@ _SAMPLE = 4096
 
 @dataclass(frozen=True, slots=True)
 class EncoderParts:
-    """What computes rows: of a checkpoint, tensors, by how their names begin, a section of config.json, and whole
-    files; `fields` of config.json beside that section; and a package, where its release decides.
+    """What computes rows: tensors of a checkpoint, by their prefixes, a section of config.json, whole files, further
+    `fields` of config.json, and a package whose version matters.
 
-    A family says it in both services, and alike, or their digests differ.
+    Both services must state the same for a family, or their digests differ.
     """
 
     tensors: tuple[str, ...]
@@ -56,15 +56,15 @@ INTERNVL_PARTS: Final = EncoderParts(
 """Of InternVL."""
 
 INTERNVL_TEXTS: Final = frozenset({"llama", "qwen2", "qwen3"})
-"""Texts, by their `model_type`, with which InternVL is of a family of ours, in both services; with another one
-transformers computes all of it."""
+"""The `model_type`s of text with which InternVL is a family of ours, in both services; with others transformers
+computes all of it."""
 
 
 def encoder_digest(checkpoint: Checkpoint, dtype: DType, parts: EncoderParts) -> str:
     """Identifies what an encoder computes: its weights, settings, processors, dtype and schema.
 
-    Of each tensor it takes the name, type, shape, and its first and last 4 KiB, so that it costs megabytes of
-    reading, not gigabytes, and still tells two fine-tunes apart. Both services compute it from their own checkpoint.
+    It covers each tensor's name, type, shape, and first and last 4 KiB: megabytes of reading instead of gigabytes, and
+    still different for two fine-tunes. Both services compute it from their own checkpoint.
     """
     digest = hashlib.sha256(framed(SCHEMA, dtype.value.encode()))
     digest.update(framed(canonical(checkpoint.config.get(parts.section, {}))))

@@ -1,4 +1,4 @@
-"""The nouns of media that both services share. They know neither protobuf nor torch."""
+"""The nouns of media that both services share, without protobuf or torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.rows.wire import DType
 
 
 class Modality(enum.StrEnum):
-    """The kind of an item. Which of them a service takes, it says itself."""
+    """The kind of an item. Each service states which ones it takes."""
 
     IMAGE = "image"
     VIDEO = "video"
@@ -20,9 +20,9 @@ class Modality(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HeaderShape:
-    """What the headers of one modality's items have: a plane of patches, which are merged, or positions in a row,
-    [1, 1, w] in the grid; and a time for each step along the grid's time. `unserved` is the reason where a model does
-    not take such items."""
+    """The grid of one modality's items: a plane of patches, which are merged, or a line of positions, [1, 1, w]; and
+    whether there is a time for each step along the time axis. `unserved` is the reason if a model does not take such
+    items."""
 
     has_plane: bool
     has_times: bool
@@ -39,8 +39,8 @@ HEADER_SHAPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a caller may change about preprocessing; None is the model's own setting. Pixels are counted after
-    resizing. `kept_rows` are bits as in `common.media.kept_rows`."""
+    """Preprocessing options of a caller; None is the model's setting. Pixels are counted after resizing. `kept_rows`
+    are bits as in `common.media.kept_rows`."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -53,8 +53,8 @@ class Options:
     """The lesser of `max_pixels` and the model's setting holds."""
 
     def stated(self) -> dict[str, Any]:
-        """The options that were given and change something, for the content key: a rate of 0 prunes nothing, and
-        what is switched off is as it is anyway."""
+        """The options that were given and have an effect, for the content key: a rate of 0 prunes nothing, and
+        switched-off options change nothing."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         for name in ("video_pruning_rate", "with_sound", "lesser_max_pixels"):
             if name in given and not given[name]:
@@ -76,12 +76,12 @@ class Grid:
 
 
 Encoded = bytes | bytearray
-"""An encoded file; a bytearray is a download, which nobody changes any more."""
+"""An encoded file; a bytearray is a download that nobody changes any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """Where the content is. `known_key` is the content key that it had before, empty where the caller knows none."""
+    """The address of the content. `known_key` is its earlier content key, empty if the caller knows none."""
 
     address: str
     known_key: bytes = b""
@@ -89,7 +89,7 @@ class Url:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A content key (32 bytes) that stands for content which an encoder has."""
+    """A content key (32 bytes) of content that an encoder has."""
 
     value: bytes
 
@@ -107,8 +107,8 @@ class Pixels:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows that were computed elsewhere: row-major [count, levels, width] in `dtype`, None where none was stated. The
-    times and the rows kept of a pruned video are as in `Header`."""
+    """Precomputed rows: row-major [count, levels, width] in `dtype`, None if not stated. Times, and the kept rows of a
+    pruned video, as in `Header`."""
 
     data: bytes
     dtype: DType | None
@@ -125,7 +125,7 @@ Content = Encoded | Pixels | Embedding
 """A source that holds the content itself."""
 
 Source = Content | Url | Key
-"""Where an item's content comes from. Whether all of it fits together is for an encoder to check."""
+"""Where an item's content comes from. Encoders check its consistency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +153,18 @@ class Media:
 
 
 MAX_POSITION = 1 << 24
-"""How far at most rows are from where a text in their place would be."""
+"""The largest distance of rows from where text in their place would be."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """A stretch of what stands in a prompt for an item: a text, with special tokens by their names, and behind it the
-    item's next `rows` rows, each at a place of the token with this id.
+    """A part of an item's layout in a prompt: a text, with special tokens by name, followed by the item's next `rows`
+    rows, each at a token with this id.
 
-    `positions`, int32 [3, n] as bytes, says where they are in time, height and width, and before them the last n - rows
-    tokens of the text, from where the first of these would be if text counted on; `advance` how far from there the
-    prompt goes on. Empty: each is one further than the one before. `from_origin`: they are counted from 0, and width by
-    one more for each item before this one.
+    `positions`, int32 [3, n] as bytes, has their time, height and width, preceded by those of the last n - rows tokens
+    of the text, relative to where the first of these would be if text counted on; `advance` is how far from there the
+    prompt continues. Empty: each is one further than the one before. `from_origin`: positions are counted from 0, and
+    the width grows by one for each item before this one.
     """
 
     text: str = ""
@@ -176,7 +176,7 @@ class PromptPart:
 
     @property
     def has_run(self) -> bool:
-        """Whether it has rows, or says without them where its text is, or where the prompt goes on."""
+        """Whether it has rows, or positions for its text or for what follows."""
         return bool(self.rows or self.advance or self.positions)
 
 
@@ -184,13 +184,13 @@ class PromptPart:
 class Header:
     """What is known of an item before its rows exist.
 
-    `timestamps` are the seconds of a video's frame groups, `seconds_per_grid` the time from one to the next; both are
-    empty for a picture. A sound, where the encoder says what stands for it, has its length in the place of the latter.
-    `replacement` is what stands in a prompt for the item, where the encoder says that; it is empty where it follows
-    from the grid. `cached` says that the encoder which sent it had the rows.
+    `timestamps` are the seconds of a video's frame groups, `seconds_per_grid` the time between them; both are empty for
+    a picture. For a sound whose layout comes from the encoder, the latter is its length. `replacement` is the item's
+    layout in a prompt, if the encoder states it; otherwise it is empty and follows from the grid. `cached`: the encoder
+    that sent it had the rows.
 
-    Of a video that is pruned, `tokens` of the `grid_rows` that its grid has are kept (0: none is dropped), and
-    `kept_rows` says which (`common.media.kept_rows`); empty until all rows are computed, which decides it.
+    Of a pruned video, `tokens` of the grid's `grid_rows` are kept (0: nothing is pruned), and `kept_rows` says which
+    (`common.media.kept_rows`); it is empty until all rows are computed.
     """
 
     key: bytes
@@ -211,16 +211,16 @@ class Header:
 
     @property
     def awaits_kept_rows(self) -> bool:
-        """Which rows are kept is not known yet."""
+        """Whether it is not known yet which rows are kept."""
         return bool(self.grid_rows) and not self.kept_rows
 
     @property
     def rows_key(self) -> bytes:
-        """Names its rows: the key and, of a pruned video, which they are. Two encoders may choose differently, where
-        what they compute differs by rounding."""
+        """Identifies its rows: the key and, for a pruned video, which rows are kept. Two encoders may choose
+        differently if their results differ by rounding."""
         return hashlib.sha256(self.key + self.kept_rows).digest() if self.kept_rows else self.key
 
     def agrees(self, other: Header) -> bool:
-        """Whether both speak of the same item and, as far as both know, of the same rows of it."""
+        """Whether both describe the same item and, as far as both know, the same rows of it."""
         one = replace(self, cached=False, kept_rows=self.kept_rows or other.kept_rows)
         return one == replace(other, cached=False, kept_rows=other.kept_rows or self.kept_rows)

@@ -1,5 +1,5 @@
-"""Which rows of a pruned video are kept, as it travels and is stored: a bit for each row of its grid, in the order of
-rows, from a byte's lowest bit on; what is left of the last byte is zero."""
+"""Which rows of a pruned video are kept, as transferred and stored: a bit for each row of its grid, in order, from a
+byte's lowest bit on; the rest of the last byte is zero."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""NIXL: memory that other hosts read, by RDMA where their network has it. The library has a process to itself."""
+"""NIXL: memory that other hosts read, by RDMA if their network has it. The library runs in a process of its own."""

@@ -1,7 +1,8 @@
-"""The process of a NIXL agent: `python -m common.nixl SOCKET_FD MEMORY_FD`, started by a service, never by hand.
+"""The process of a NIXL agent: `python -m common.nixl SOCKET_FD MEMORY_FD`, started by a service.
 
-It computes nothing. The library ends its process where a peer vanished at the wrong moment, and a transfer that is
-given up may write until its process ends: so neither process nor memory is the service's own."""
+It computes nothing. The library aborts its process if a peer vanishes at the wrong moment, and a cancelled transfer may
+write until its process ends: so neither the process nor the memory is the service's own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _SETTINGS = {"NIXL_LOG_LEVEL": "WARN", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_R
 """Unless the environment says otherwise. By TCP, rows come in about half of the time that they take with 8 KiB."""
 
 _LOOK_MICROSECONDS = 10_000
-"""From one look at what no event has told of to the next."""
+"""Microseconds between checks for events that were not signalled."""
 
 _PAUSE = 50e-6
 """Seconds from one look at reads that are under way to the next."""
@@ -76,7 +77,7 @@ class Agent:
         self.memory = AgentMemory(register.agent, register.backend, metadata, self._base, register.size)
 
     def serve(self, link: ParentLink[ToAgent]) -> None:
-        """Does what it is told; raises EOFError when the parent is gone."""
+        """Carries out requests; raises EOFError when the parent is gone."""
         while True:
             order = link.poll() if self._reads else link.receive()
             if order is not None:
@@ -134,8 +135,8 @@ def _library() -> Any:
 
 
 def _let_sleep(bindings: Any) -> None:
-    """The Python interface has agents look for work without a pause, which takes a core for ever. With a pause, they
-    sleep until something comes."""
+    """The Python bindings make agents poll without a pause, which occupies a core. With a pause, they sleep until
+    something arrives."""
     config = bindings.nixlAgentConfig
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
@@ -145,7 +146,7 @@ def _let_sleep(bindings: Any) -> None:
 
 
 def _errors(bindings: Any) -> tuple[type[Exception], ...]:
-    """What the library raises: each of its errors is a kind of its own, and beside them what C++ throws."""
+    """The errors of the library, each of which is a type of its own, and those of C++ exceptions."""
     own = [each for each in vars(bindings).values() if isinstance(each, type) and issubclass(each, Exception)]
     return (*own, RuntimeError, ValueError)
 

@@ -1,4 +1,4 @@
-"""A service's NIXL agent: the process that holds it, what others are told of its memory, and its reads of theirs."""
+"""A service's NIXL agent: its process, the description of its memory for others, and reads of theirs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from common.telemetry import log
 
 MODULE = "common.nixl"
 BACKENDS = ("", "UCX", "LIBFABRIC")
-"""What `--nixl` may be."""
+"""The values of `--nixl`."""
 
 _START_SECONDS = 60.0
 _ANSWER_SECONDS = 5.0
@@ -37,11 +37,11 @@ class NixlError(OSError):
 
 
 class NixlAgent:
-    """An agent over `buffer`, by one of the library's back ends. `start` and `stop` are its owner's.
+    """An agent over `buffer`, with one of the library's back ends. `start` and `stop` are called by the owner.
 
-    `memory` is what other agents need to read the buffer; None while there is no agent. A process that ends, or that
-    owes an answer for longer than `answer_seconds`, is replaced, with an agent of another name; where that fails, it is
-    tried again after `longest_pause` seconds at most.
+    `memory` is what other agents need to read the buffer; None while there is no agent. A process that ends, or does
+    not answer for `answer_seconds`, is replaced, with an agent of another name; if that fails, it is tried again after
+    at most `longest_pause` seconds.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class NixlAgent:
         self._leaving: set[str] = set()
 
     async def start(self) -> None:
-        """Starts the process; raises NixlError where no agent can be had."""
+        """Starts the process; raises NixlError if it fails."""
         await self._begin()
         self._keeper = tasks.start_vital(self._keep(), "nixl agent")
 
     async def stop(self) -> None:
-        """Ends the process, and with it what is read."""
+        """Stops the process and its reads."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -115,10 +115,10 @@ class NixlAgent:
             self._send(Disconnect(agent))
 
     def read(self, memory: AgentMemory, offset: int, target: int, size: int) -> asyncio.Future[None]:
-        """Reads bytes from an offset of an agent's memory into ours, to offset `target`.
+        """Reads bytes at an offset of an agent's memory into ours, at offset `target`.
 
-        The future ends when nothing is written there any more, and raises NixlError where the bytes have not come. Who
-        waits for it shields it: until it ends, the place is not free, whether or not anybody still wants the bytes.
+        The future completes when nothing is written there any more, with NixlError if the bytes have not arrived.
+        Callers must shield it: until it completes the place is not free, even if nobody wants the bytes any more.
         """
         if not self.is_connected(memory.agent):
             failed = asyncio.get_running_loop().create_future()
@@ -137,7 +137,7 @@ class NixlAgent:
             self._leave(agent)
 
     def _ask(self, number: int, question: Connect | Read) -> asyncio.Future[None]:
-        """Where the process does not answer in time it is ended: only then can nothing of it be under way any more."""
+        """If the process does not answer in time it is killed: only then is nothing in progress any more."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._child is None:
             answer.set_exception(NixlError("there is no agent"))
@@ -158,7 +158,7 @@ class NixlAgent:
             self._child.kill()
 
     async def _begin(self) -> None:
-        """Starts a process and hears what its agent offers; raises NixlError."""
+        """Starts a process and waits for its agent's description; raises NixlError."""
         try:
             child: Child[FromAgent] = await Child.start(
                 self._module, receives=FromAgent, fds=(self._buffer.fd,), exposed=True
@@ -207,12 +207,12 @@ class NixlAgent:
             return
         if message.why:
             answer.set_exception(NixlError(message.why))
-            answer.exception()  # whoever asked may be gone
+            answer.exception()  # the caller may have left
         else:
             answer.set_result(None)
 
     def _lose(self) -> None:
-        """The process is gone: nothing is connected, and nobody gets an answer."""
+        """The process is gone: nothing is connected, and pending requests fail."""
         self._connected.clear()
         self._leaving.clear()
         while self._asked:

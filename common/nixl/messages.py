@@ -1,4 +1,4 @@
-"""What the process of a NIXL agent is told, and what it says."""
+"""Messages to and from the process of a NIXL agent."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import msgspec
 
 
 class AgentMemory(msgspec.Struct, frozen=True, tag=True):
-    """Memory that one agent has registered, and what others need to read it: `size` bytes from address `base` of the
-    process that holds the agent. An agent's name is never used again; `metadata` is opaque, and says how it is reached.
-    """
+    """Memory that an agent has registered, and what others need to read it: `size` bytes from address `base` of the
+    agent's process. An agent's name is never reused; `metadata` is opaque and says how to reach it."""
 
     agent: str
     backend: str
@@ -18,7 +17,7 @@ class AgentMemory(msgspec.Struct, frozen=True, tag=True):
 
 
 class Register(msgspec.Struct, tag=True):
-    """The first message: an agent of this name is to be, and registers all `size` bytes of the inherited memory."""
+    """The first message: create an agent of this name, and register all `size` bytes of the inherited memory."""
 
     agent: str
     backend: str
@@ -26,7 +25,8 @@ class Register(msgspec.Struct, tag=True):
 
 
 class CannotRegister(msgspec.Struct, tag=True):
-    """The answer where that fails, and `why`, for the operator; else it is an `AgentMemory`. The process ends."""
+    """The answer if that fails, with the reason for the operator; otherwise the answer is an `AgentMemory`. The process
+    ends."""
 
     why: str
 

@@ -1,1 +1,1 @@
-"""Processes on Linux: children, and what a process is allowed, takes and leaves behind."""
+"""Processes on Linux: children, limits and resources."""

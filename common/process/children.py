@@ -1,6 +1,6 @@
 """The parent's end of child processes that speak msgpack over a socket pair: it starts `python -m MODULE`, which
-inherits a socket and descriptors of shared memory, and exchanges `msgspec` structs with it, each after its length. The
-child's end is `parent_link`. Either side sees the other's death as the end of the socket."""
+inherits a socket and descriptors of shared memory, and exchanges `msgspec` structs with it, each preceded by its
+length. `parent_link` is the child's end. Each side sees the other's death as the end of the socket."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ MAX_MESSAGE = 256 << 20
 """Bytes of the largest message that a parent accepts."""
 
 DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Threads that wait spin for microseconds, then sleep: processes that share cores would else hold each other up
-several times over. torch asks for large pages for what is large, so that weights are read without a look-up every 4
-KiB (docs/PERFORMANCE.md). The environment of the service has the last word."""
+"""Waiting threads spin for microseconds, then sleep: otherwise processes that share cores slow each other down several
+times over. torch asks for huge pages for large tensors, which saves a TLB miss every 4 KiB (docs/PERFORMANCE.md). The
+service's environment takes precedence."""
 
 _HARMLESS = (
     *("PATH", "HOME", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV"),
     *("OMP_", "GOMP_", "UCX_", "FI_", "NIXL_"),
 )
-"""How variables begin that a process needs to run at all, or that say how it computes, or which network it uses."""
+"""Prefixes of variables that a process needs to run, or that affect how it computes or which network it uses."""
 
 _ASK_SECONDS = 0.5
 _LAST_SECONDS = 1.0
-"""In which a process that says nothing more has ended, as a rule; then it is killed."""
+"""Seconds in which a process that has closed its socket usually ends; then it is killed."""
 
 ReceiveT = TypeVar("ReceiveT")
 
@@ -52,11 +52,11 @@ def harmless(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class ChildProcess:
-    """A program that inherits these descriptors. Not the event loop starts it, nor waits for it: uvloop would run
-    Python between fork and exec, beside gRPC's threads."""
+    """A program that inherits these descriptors. It is started and awaited in a thread, not by the event loop: uvloop
+    would run Python code between fork and exec, beside gRPC's threads."""
 
     popen: Callable[..., Any] = subprocess.Popen
-    """What starts it. Those who start many services in a row have something faster."""
+    """Starts it. Tests that start many services replace it by something faster."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
         self._started: subprocess.Popen[bytes] = self.popen(
@@ -75,8 +75,8 @@ class ChildProcess:
         return self._started.poll()
 
     async def wait(self) -> int:
-        """Returns how it ended, when it has. A thread waits for that; where it could not begin, or memory ran out under
-        it, we ask now and then."""
+        """Returns its exit status when it has ended. A thread waits for that; if it could not start, or memory ran out,
+        the status is polled."""
         ended = asyncio.wrap_future(self._ended)
         try:
             while (status := self.returncode) is None:
@@ -86,20 +86,20 @@ class ChildProcess:
                     await asyncio.wait({ended}, timeout=_ASK_SECONDS)
         finally:
             if not ended.cancel() and not ended.cancelled():
-                ended.exception()  # nobody will ask for it
+                ended.exception()  # nobody else will retrieve it
         return status
 
     def kill(self) -> None:
-        """Kills it, where it has not ended."""
+        """Kills it, unless it has ended."""
         self._started.kill()
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal, where it has not ended."""
+        """Sends it a signal, unless it has ended."""
         self._started.send_signal(number)
 
 
 class Child(Generic[ReceiveT]):
-    """The parent's end of one child process. Owned by whoever starts it, ended by `stop`.
+    """The parent's end of one child process, owned by whoever starts it, and ended by `stop`.
 
     `receive` raises `ChildDied` when the child is gone, whatever the cause.
     """
@@ -125,8 +125,8 @@ class Child(Generic[ReceiveT]):
     ) -> Child[Any]:
         """Starts `python -m module SOCKET_FD FD…`; `receives` is the type (or union) of the child's messages.
 
-        One that is `exposed` to what strangers send gets no variable that could be a secret. One with `stacks` calls
-        `stacks.write_when_asked`, and `post_mortem` can tell in what it hangs.
+        An `exposed` child, which handles strangers' data, gets no variable that could be a secret. With `stacks`, the
+        child calls `stacks.write_when_asked`, and `post_mortem` can tell where it hangs.
         """
         environ = harmless(os.environ) if exposed else os.environ
         told = Stacks() if stacks else None
@@ -157,7 +157,7 @@ class Child(Generic[ReceiveT]):
         ours.setblocking(False)
         try:
             reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        except BaseException:  # whoever wanted it does so no more
+        except BaseException:  # its caller does not want it any more
             process.kill()
             ours.close()
             await process.wait()
@@ -190,8 +190,8 @@ class Child(Generic[ReceiveT]):
         return self._reader.at_eof() or self._reader.exception() is not None
 
     async def stacks(self) -> dict[str, str]:
-        """For the log: the `stacks` of its threads, where it tells them within a second. It may be ended by that, so
-        this is for one that is about to be killed."""
+        """For the log: the `stacks` of its threads, if it writes them within a second. This may kill it, so it is for a
+        child that is about to be killed."""
         if self._stacks is None or is_stopped(self.process.pid):
             return {}
         told = await self._stacks.read(self.process.send_signal)
@@ -205,7 +205,7 @@ class Child(Generic[ReceiveT]):
             self.kill()
 
     async def _status(self) -> dict[str, str]:
-        """How it has ended; nothing where it takes long over that."""
+        """Its exit status; empty if it takes long to end."""
         with contextlib.suppress(TimeoutError):
             async with tasks.StallTolerantTimeout(_LAST_SECONDS):
                 return {"status": how_it_ended(await self.process.wait())}

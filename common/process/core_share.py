@@ -1,5 +1,5 @@
-"""Processes that would each compute on all cores of a host divide them, since threads that wait for each other lose
-most of their time where another process's threads have their cores."""
+"""Processes that would each compute on all cores of a host share them, since threads that wait for each other lose most
+of their time if another process occupies their cores."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from common.hardware import usable_cores
 
 _CLAIMS = 8
-"""Processes that count; any further one computes as if it were not there."""
+"""Processes that are counted; any further one computes as if alone."""
 _LOOK_SECONDS = 0.005
-"""Between two looks at who else computes: one costs 10 µs."""
+"""Seconds between checks of who else computes; a check takes 10 µs."""
 
 
 class CoreShare:
-    """One process's share of `threads` cores; for one thread of it, which calls `use` whenever the share changes.
+    """One process's share of `threads` cores, for one thread of it; `use` is called when the share changes.
 
-    Whoever computes holds a *claim*: a name in the abstract name space of Unix sockets, which the kernel takes back
-    from a process that ends. A share is the cores over the claims that are held, one core at least.
+    A computing process holds a *claim*: a name in the abstract name space of Unix sockets, which the kernel releases
+    when the process ends. The share is the number of cores divided by the number of claims, at least one.
     """
 
     def __init__(self, name: str, threads: int, use: Callable[[int], None]) -> None:
@@ -36,8 +36,8 @@ class CoreShare:
 
     @classmethod
     def of_this_host(cls, threads: int, use: Callable[[int], None]) -> CoreShare | None:
-        """The share among those of the same user who compute on the same cores; None for a process that leaves cores to
-        others, or has one: `threads` are all that it computes with."""
+        """The share among processes of the same user that compute on the same cores; None for a process that leaves
+        cores to others, or has only one: `threads` are all that it computes with."""
         if threads < max(2, usable_cores()):
             return None
         cores = sum(1 << core for core in os.sched_getaffinity(0))
@@ -45,7 +45,7 @@ class CoreShare:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """A block in which this process computes."""
+        """A context in which this process computes."""
         self._claim, self._others = self._take()
         self._looked = 0.0
         try:
@@ -57,7 +57,7 @@ class CoreShare:
                 self._claim = None
 
     def look(self) -> None:
-        """Takes the share that is there now; nothing outside of `computing`, or where it has just looked."""
+        """Updates the share; does nothing outside of `computing`, or right after the last update."""
         if self._claim is None or time.monotonic() - self._looked < _LOOK_SECONDS:
             return
         share = max(1, self._threads // (1 + sum(map(self._is_held, self._others))))
@@ -76,7 +76,7 @@ class CoreShare:
         self._probe.close()
 
     def _take(self) -> tuple[socket.socket | None, list[str]]:
-        """Makes the first claim that is free; none where all are held. The claims of the others as well."""
+        """Takes the first free claim, None if all are held; also returns the others' claims."""
         for claim in self._claims:
             holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:

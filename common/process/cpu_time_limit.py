@@ -1,6 +1,6 @@
-"""Tells a process that uses up its time for a piece of work, which is the work's fault, from one that never got the
-chance: it was stopped, or shares its cores with too many others. The clock cannot tell them apart, where a machine
-stands still; the processor time that the process has had can, and the kernel knows that."""
+"""Distinguishes a process that uses up its time for a piece of work, which is the work's fault, from one that could not
+run: it was stopped, or shares its cores with too many others. On a stalled machine the clock cannot tell these apart,
+but the kernel's count of processor time can."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _LATE_SECONDS = 0.05
 
 
 class ProcessStalled(Exception):
-    """A process did nothing, though this host did not hold it up: it was `stopped`, or waits for what never comes."""
+    """A process did nothing although this host did not hold it up: it was `stopped`, or waits for something that never
+    comes."""
 
     def __init__(self, *, stopped: bool) -> None:
         super().__init__()
@@ -23,12 +24,11 @@ class ProcessStalled(Exception):
 
 
 class CpuTimeLimit(Watchdog):
-    """A block in which the process with this id works for us. It is left with TimeoutError where `seconds` have passed
-    and the process has had as much processor time, in all of its threads; and with ProcessStalled where it has had none
-    for a while, though it could have (`processes.is_held_up`). That while is 3 seconds, or `seconds` where those are
-    fewer.
+    """A context in which the process with this id works for us. It ends with TimeoutError when `seconds` have passed
+    and the process has had as much processor time, over all its threads; and with ProcessStalled if it has had none for
+    a while although it could have (`processes.is_held_up`): for 3 seconds, or `seconds` if that is less.
 
-    A process that is gone is none of its business: who listens to it hears of that.
+    It ignores a process that is gone, which its listener will notice.
     """
 
     def __init__(self, pid: int, seconds: float, *, still: float = _STILL_SECONDS) -> None:
@@ -44,15 +44,15 @@ class CpuTimeLimit(Watchdog):
         return self
 
     def passed_to(self, pid: int) -> None:
-        """The work is begun now, by another process, which has just been started for it."""
+        """The work begins now, in another process that was just started for it."""
         self._pid = pid
         self._began = self._moved = self._loop.time()
         self._before = self._seen = 0.0
 
     @property
     def spent(self) -> float:
-        """Seconds that the work has taken so far: of the processor or of the clock, whichever are less. Of a process
-        that has ended, the processor's are those that it was last seen with."""
+        """Seconds that the work has taken so far: processor time or elapsed time, whichever is less. For a process that
+        has ended, the processor time last seen."""
         self._seen = max(self._seen, cpu_seconds(self._pid) or 0.0)
         return min(self._loop.time() - self._began, self._seen - self._before)
 

@@ -1,5 +1,5 @@
-"""The descriptors that a service begins with: the three standard streams, one or all of which may be closed or lead to
-a disk that is full, and how many more there may be."""
+"""The descriptors that a service starts with: the three standard streams, which may be closed or lead to a full disk,
+and the limit of further ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _MOST = 65_536
 
 
 def prepare() -> None:
-    """Before anything is opened: whichever of the three is closed leads nowhere from now on, in children as well, and
-    as many descriptors may be open as this process is allowed to allow itself.
+    """Called before anything is opened: redirects closed standard streams to nowhere, in children as well, and raises
+    the limit of descriptors as far as allowed.
 
-    Else what is opened first would have the number of one that is closed. So a socket would be sent what C libraries
-    write to standard error, and uvloop, which closes none of the three, would abort the process. And many systems allow
-    1024 descriptors to programs that do not ask, fewer than the connections that a service takes.
+    Otherwise the first files opened would get the numbers of closed streams: C libraries would write errors into a
+    socket, and uvloop, which never closes these three, would abort. And many systems allow 1024 descriptors by default,
+    fewer than a service's connections.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST:
         os.set_inheritable(descriptor, True)
@@ -28,8 +28,8 @@ def prepare() -> None:
 
 
 def say(line: str) -> str:
-    """Writes a line to standard output; returns why it could not be written, or nothing. It goes past Python's buffer,
-    which would be tried again when the process ends."""
+    """Writes a line to standard output; returns why it could not be written, or nothing. It bypasses Python's buffer,
+    which would be retried at exit."""
     try:
         os.write(_OUTPUT, f"{line}\n".encode())
     except OSError as error:

@@ -8,6 +8,6 @@ _PR_SET_DUMPABLE = 4
 
 
 def hide_memory() -> None:
-    """From now on other processes of the same user can neither read this one's memory and environment nor trace it, and
-    it leaves no core dump. A program that it starts can be seen as any other."""
+    """From now on other processes of the same user cannot read this one's memory and environment or trace it, and it
+    leaves no core dump. Programs that it starts are not affected."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)

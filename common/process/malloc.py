@@ -1,6 +1,6 @@
-"""How the C library's allocator treats free memory. glibc gives a block of a megabyte, which is what messages with rows
-are, back to the system when it is freed; the next one comes page by page, each zeroed at its first touch, which costs
-several times what copying the message does. A service that streams such messages keeps the memory instead."""
+"""How the C library's allocator treats free memory. glibc returns a block of a megabyte, the size of messages with
+rows, to the system when it is freed; the next one is faulted in page by page, each zeroed, which costs several times
+what copying the message does. A service that streams such messages keeps the memory instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT = 64 << 20
 
 
 def keep_large_blocks() -> bool:
-    """For this process, from now on; False where the C library has no such settings (musl)."""
+    """For this process, from now on; False if the C library has no such settings (musl)."""
     try:
         set_option = ctypes.CDLL(None).mallopt
     except AttributeError:
@@ -28,7 +28,7 @@ def keep_large_blocks() -> bool:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """What malloc.h has under this name; sizes in bytes."""
+    """malloc.h's struct of this name; sizes in bytes."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -40,8 +40,8 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def bytes_in_use() -> int:
-    """Bytes that this process has asked the allocator for and not given back, on every heap; 0 where the C library does
-    not say (musl, or a glibc before 2.33)."""
+    """Bytes allocated by this process and not freed, over all heaps; 0 if the C library does not tell (musl, or glibc
+    before 2.33)."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:
@@ -52,14 +52,14 @@ def bytes_in_use() -> int:
 
 
 def freeze_objects() -> None:
-    """What has been made by now stays for good: the collector of garbage need not look through it again."""
+    """Moves all objects out of the garbage collector's sight, for good."""
     gc.collect()
     gc.freeze()
 
 
 def give_back() -> bool:
-    """Gives what is free in this process back to the system: after much has been loaded, that lies between what is
-    kept. False where the C library has no such call."""
+    """Returns free memory of this process to the system: after loading, much of it lies between what is kept. False if
+    the C library has no such call."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:

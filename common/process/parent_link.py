@@ -1,5 +1,5 @@
-"""A child process's end of the socket to its parent, and what it does so as not to outlive the parent. The parent's end
-is `children`."""
+"""A child process's end of the socket to its parent, and how it avoids outliving the parent. `children` is the parent's
+end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 LENGTH = struct.Struct("<I")
-"""What stands before each message: its length in bytes."""
+"""Precedes each message: its length in bytes."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -22,16 +22,16 @@ ReceiveT = TypeVar("ReceiveT")
 
 
 def die_with_parent(parent: int = 0) -> None:
-    """Asks the kernel to kill this process when its parent ends; exits at once if it has ended already. A process that
-    was forked says who its `parent` is; for one that `Child` has started, the environment does."""
+    """Has the kernel kill this process when its parent ends; exits at once if it has ended already. A forked process
+    states its `parent`; for one started by `Child`, the environment does."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if str(os.getppid()) != (str(parent) if parent else os.environ.get("TWINLENS_PARENT", str(os.getppid()))):
         raise SystemExit("the parent process has ended")
 
 
 def leave_signals_to_parent() -> None:
-    """Ignores what a terminal sends to all that run there, and systemd to all of a unit: the parent lets running work
-    finish first, and ends us then."""
+    """Ignores signals that a terminal sends to its whole process group, and systemd to a whole unit: the parent lets
+    running work finish first, and ends us then."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -88,7 +88,7 @@ class ParentLink(Generic[ReceiveT]):
         return message
 
     def _fill(self, flags: int) -> bool:
-        """Reads what has come; False where nothing has."""
+        """Reads what has arrived; False if nothing has."""
         try:
             piece = self._socket.recv(1 << 20, flags)
         except BlockingIOError:

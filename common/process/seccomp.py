@@ -1,5 +1,5 @@
-"""A filter of system calls for a process that parses what strangers send: what it names is allowed, all else refused
-with EPERM, for all threads and for good. It is made of numbers that x86-64 and aarch64 have."""
+"""A filter of system calls for a process that parses strangers' data: listed calls are allowed, all others fail with
+EPERM, for all threads and for good. It consists of call numbers for x86-64 and aarch64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277
 
 _NONE = -1
 _CALLS = {
-    # what is there already: descriptors and memory
+    # existing descriptors and memory
     "read": (0, 63),
     "write": (1, 64),
     "close": (3, 57),
@@ -52,7 +52,7 @@ _CALLS = {
     "rt_sigreturn": (15, 139),
     "sigaltstack": (131, 132),
     "restart_syscall": (219, 128),
-    # what the process and the machine are
+    # queries about the process and the machine
     "getpid": (39, 172),
     "uname": (63, 160),
     "gettimeofday": (96, 169),
@@ -90,7 +90,7 @@ _CLONE_NEW = 0x7E02_0000
 """Threads, and the bits that ask for namespaces."""
 
 _FCNTL_FLAGS = (1, 2, 3, 4)
-"""F_GETFD, F_SETFD, F_GETFL, F_SETFL: none of a new descriptor, or of whom signals go to."""
+"""F_GETFD, F_SETFD, F_GETFL, F_SETFL: none creates a descriptor or redirects signals."""
 
 _PRCTL_NAMES = (15, 16)
 """PR_SET_NAME and PR_GET_NAME, of a thread."""
@@ -108,7 +108,7 @@ Instruction = tuple[int, int, int, int]
 
 
 class _Program(ctypes.Structure):
-    """What linux/filter.h has as sock_fprog."""
+    """sock_fprog of linux/filter.h."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
@@ -140,7 +140,8 @@ def _instructions(column: int, architecture: int, pid: int) -> Iterator[Instruct
     for numbers in _CALLS.values():
         if numbers[column] != _NONE:
             yield from _of(numbers[column], [_end(_ALLOW)])
-    # New threads, and no processes; clone3 hides in memory what it is asked for, and whoever finds it missing clones.
+    # New threads, but no processes; clone3 passes its flags in memory, which filters cannot read, and callers fall back
+    # to clone if it is missing.
     yield from _of(_CLONE[column], _if(_CLONE_THREAD, at=0, mask=_CLONE_THREAD | _CLONE_NEW))
     yield from _of(_CLONE3[column], [_end(_UNKNOWN)])
     for each in (_KILL, _TGKILL):
@@ -150,17 +151,17 @@ def _instructions(column: int, architecture: int, pid: int) -> Iterator[Instruct
     # Its own limits are read, not set: both halves of the pointer to new ones are 0.
     yield from _of(_PRLIMIT[column], [*_unless(0, at=0), *_unless(0, at=2), *_unless(0, at=2, high=True), _end(_ALLOW)])
     yield (_ABOVE, 0, 1, _LAST_KNOWN)
-    yield _end(_UNKNOWN)  # what a newer C library tries first, and does without
+    yield _end(_UNKNOWN)  # newer C libraries try it first, and do without
     yield _end(_REFUSE)
 
 
 def _of(number: int, then: list[Instruction]) -> list[Instruction]:
-    """For calls of this number, what comes then, which has to end; the next are jumped to by others."""
+    """For calls with this number, these instructions, which must end; other calls jump behind them."""
     return [(_EQUAL, 0, len(then), number), *then]
 
 
 def _if(*values: int, at: int, mask: int = 0) -> list[Instruction]:
-    """Allows the call if the lower half of an argument, under the mask, is one of these."""
+    """Allows the call if the lower half of an argument, masked, is one of these values."""
     masked = [(_AND, 0, 0, mask)] if mask else []
     allowed = [step for value in values for step in ((_EQUAL, 0, 1, value), _end(_ALLOW))]
     return [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * at), *masked, *allowed, _end(_REFUSE)]

@@ -1,5 +1,5 @@
-"""Where the threads of a child process stand: what its parent has it write down before it gives it up, so that the log
-shows in what it hung. Python's `faulthandler` writes it from a signal, also where no thread gets the interpreter."""
+"""Stacks of a child process's threads, which its parent has it write before giving it up, so that the log shows where
+it hung. Python's `faulthandler` writes them from a signal handler, even if no thread gets the interpreter."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SIGNAL = signal.SIGUSR1
 
 _VARIABLE = "TWINLENS_STACKS"
 _SECONDS, _LOOK_SECONDS = 1.0, 0.05
-"""How long a child is waited for, and from one look at what it has written to the next."""
+"""How long a child is waited for, and the interval of reading what it has written."""
 _MOST_BYTES = 16 << 10
 
 
 def write_when_asked() -> None:
-    """For a child, before it starts any of its own: it writes its threads' stacks where its parent reads them."""
+    """For a child, before it starts its own: has it write its threads' stacks where its parent reads them."""
     if fd := os.environ.pop(_VARIABLE, ""):
         faulthandler.register(SIGNAL, file=int(fd), all_threads=True)
 
@@ -42,13 +42,13 @@ class Stacks:
     """The parent's side, for one child that inherits the descriptor `fd` and has `environ` in its environment."""
 
     def __init__(self) -> None:
-        """Raises OSError where no descriptor is free."""
+        """Raises OSError if no descriptor is free."""
         self.fd = os.memfd_create("twinlens-stacks", os.MFD_CLOEXEC)
         self.environ = {_VARIABLE: str(self.fd)}
 
     async def read(self, ask: Callable[[int], None]) -> str:
-        """What the child writes once it is sent the signal, which `ask` does: 16 KiB at most; what there is after a
-        second; nothing once it is closed. A child that has not got as far as `write_when_asked` is ended by it."""
+        """What the child writes after the signal, which `ask` sends: at most 16 KiB; what there is after a second;
+        nothing once it is closed. A child that has not called `write_when_asked` yet is killed by the signal."""
         size = begin = os.fstat(self.fd).st_size  # it may have been asked before, and lived
         ask(SIGNAL)
         end = monotonic() + _SECONDS

@@ -16,8 +16,8 @@ HELD_UP_SECONDS = 30.0
 
 
 def is_held_up(pid: int) -> bool:
-    """Whether a process of this host that does not get on is slow, and not stopped or stuck: a thread of it runs, waits
-    for a core, or waits for a disk, be it for memory that was swapped out. False where it has ended."""
+    """Whether a process of this host that makes no progress is slow, and not stopped or stuck: one of its threads runs,
+    waits for a core, or for a disk, including swapped-out memory. False if it has ended."""
     return not is_stopped(pid) and bool({"R", "D"} & set(_thread_states(pid)))
 
 
@@ -27,8 +27,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Processor time that a process of this host has had, all of its threads together, in steps of a hundredth of a
-    second; None where it has ended."""
+    """Processor time of a process of this host over all its threads, in steps of 0.01 s; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -39,8 +38,8 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def was_ended(status: int | None) -> bool:
-    """Whether somebody ended a process with this exit status (`returncode`) from outside, the kernel where memory ran
-    out among them: what it did itself shows in another one. So it is where the status is not known."""
+    """Whether somebody killed a process with this exit status (`returncode`) from outside, such as the kernel when
+    memory runs out: its own exits have other statuses. True if the status is unknown."""
     return status is None or -status in _FROM_OUTSIDE
 
 

@@ -40,7 +40,7 @@ def pack(item: int, first: int, count: int, data: memoryview) -> bytes:
 
 
 def unpack(message: bytes) -> RowsFrame | None:
-    """The run of rows in a serialized `EncodeResponse`; None for anything else, which protobuf then reads."""
+    """The run of rows in a serialized `EncodeResponse`; None for anything else, which protobuf parses."""
     try:
         return _unpack(message)
     except IndexError:
@@ -82,7 +82,7 @@ def varint(value: int) -> bytes:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """(number, where it ends); a number of more than 32 bits ends the reading: no field here is that large."""
+    """(number, where it ends); a number of more than 32 bits stops the parsing: no field here is that large."""
     value = shift = 0
     while True:
         byte = message[at]

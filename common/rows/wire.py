@@ -28,7 +28,7 @@ class DType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """What one row looks like: `levels` (1 + deepstack levels) times `width` elements of `dtype`."""
+    """The layout of one row: `levels` (1 + deepstack levels) times `width` elements of `dtype`."""
 
     levels: int
     width: int
@@ -47,7 +47,7 @@ class RowLayout:
 
 
 def crc32c(data: bytes | memoryview) -> int:
-    """CRC-32C (Castagnoli, RFC 3720) of `data`, which is not copied."""
+    """CRC-32C (Castagnoli, RFC 3720) of `data`, without copying it."""
     # transformers refuses a memoryview, and reads an array of numpy's in place.
     value: int = google_crc32c.value(np.asarray(data) if isinstance(data, memoryview) else data)
     return value
@@ -61,10 +61,10 @@ _NOT_FINITE = {
 
 
 def all_finite(data: bytes | memoryview, dtype: DType) -> bool:
-    """Whether no element of `data` is an infinity or not a number.
+    """Whether no element of `data` is infinite or NaN.
 
-    Read as whole numbers, those are the largest: as signed ones the positive, as unsigned ones the negative. So two
-    maxima tell, at the speed of memory and without a copy.
+    As integers, these are the largest: positive ones as signed, negative ones as unsigned. So two maxima suffice, at
+    memory speed and without a copy.
     """
     if not len(data):
         return True

@@ -1,4 +1,4 @@
-"""The token that callers must send, and what becomes of strangers: those without it."""
+"""The token that callers must send, and the treatment of callers without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = log.get("rpc")
 
 
 class RateLimit:
-    """Lets one line through in so many seconds, and counts the others: what strangers cause must not fill a disk."""
+    """Allows one log line in so many seconds, and counts the others: strangers must not fill a disk."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -38,14 +38,14 @@ class RateLimit:
 
 
 class BearerToken:
-    """What `authorization` must hold."""
+    """The expected value of `authorization`."""
 
     def __init__(self, accepted: AcceptedTokens) -> None:
         self._accepted = accepted
         self._lines = RateLimit(_STRANGERS_SECONDS)
 
     def admits(self, details: grpc.HandlerCallDetails) -> bool:
-        """Whether a call carries a token, where one is asked for."""
+        """Whether a call has an accepted token, or none is required."""
         given = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
         if isinstance(given, str):
             given = given.encode()

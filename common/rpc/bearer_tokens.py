@@ -1,5 +1,5 @@
-"""Bearer tokens, in options or in files, one a line; files are read again when they are replaced. Who is called takes
-any of them, and who calls sends the first: so one token follows another with no moment in which both sides differ."""
+"""Bearer tokens, in options or in files, one per line; files are read again when they are replaced. Servers accept any
+of them, and clients send the first, so tokens can be rotated without a moment in which both sides differ."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ Line = TypeVar("Line")
 
 
 def read_tokens(token: str, file: str) -> tuple[str, ...]:
-    """The token that is given directly, or those in a file, without what stands around them; none where neither is
-    given.
+    """The token given directly, or those in a file, without surrounding white space; none if neither is given.
 
-    Raises ValueError for a file that cannot be read, or holds none, and for what no header could carry.
+    Raises ValueError for a file that cannot be read, or has none, and for a token that a header cannot carry.
     """
     if not (token or file):
         return ()
@@ -40,16 +39,16 @@ def read_lines(file: str) -> list[str]:
 
 
 def check_tokens(tokens: Collection[str]) -> None:
-    """Raises ValueError for none, and for what no header could carry."""
+    """Raises ValueError for none, and for a token that a header cannot carry."""
     if not tokens or not all(each.isascii() and each.isprintable() for each in tokens):
         raise ValueError("a token is one line of ASCII characters")
 
 
 class ReadAgain(Generic[Line]):
-    """A file of tokens, of which `read` makes lines: again when it is replaced."""
+    """A file of tokens, parsed by `read`, and again when it is replaced."""
 
     def __init__(self, path: str, read: Callable[[str], tuple[Line, ...]]) -> None:
-        """Reads the file. Raises as `read`, ValueError where it cannot be used."""
+        """Reads the file. Raises as `read`, ValueError if it cannot be used."""
         self._path = path
         self._read = read
         self._looked_at = self._look()
@@ -57,7 +56,7 @@ class ReadAgain(Generic[Line]):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """Those that are there now; while there are none that can be used, the last ones."""
+        """The current tokens; the last usable ones while the file is unusable."""
         looked = self._look()
         if looked != self._looked_at:
             self._looked_at = looked
@@ -84,7 +83,7 @@ class TokenFile(ReadAgain[str]):
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The tokens that are there now."""
+        """The current tokens."""
         return self.lines
 
     @property
@@ -94,7 +93,7 @@ class TokenFile(ReadAgain[str]):
 
 
 class AcceptedTokens:
-    """Those of which callers must send one; where there are none, every caller is let in."""
+    """The tokens that callers must send; if there are none, all callers are admitted."""
 
     def __init__(self, token: str = "", file: str = "") -> None:
         """Raises as `read_tokens`."""
@@ -107,6 +106,6 @@ class AcceptedTokens:
         return self._file.tokens if self._file is not None else self._given
 
     def admit(self, token: bytes) -> bool:
-        """Whether whoever sends this is let in. How long the answer takes says nothing of any token."""
+        """Whether a token is accepted. The time that this takes reveals nothing about tokens."""
         tokens = self.tokens
         return not tokens or bool(sum(hmac.compare_digest(token, each.encode()) for each in tokens))

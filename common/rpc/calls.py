@@ -1,6 +1,6 @@
-"""What surrounds every call: the token, the deadline, the request id in the logs, and errors turned into statuses.
+"""Surrounds every call: token, deadline, request id in the logs, and errors turned into statuses.
 
-Handlers just raise; here, and nowhere else, an error becomes a gRPC status with its `google.rpc` details.
+Handlers just raise; errors become gRPC statuses with their `google.rpc` details here and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from common.telemetry import log, tracing
 
 _OURS = "/twinlens.v1."
 _TRACED = ("Generate", "Embed", "Encode", "Prefetch", "Prefill")
-"""Calls that are part of what somebody asked for; the rest is housekeeping."""
+"""Calls that belong to a user's request; the rest is housekeeping."""
 _EXPECTED = ("OK", "STARTING", "STOPPING", "ENGINE_UNAVAILABLE")
 """Ends of housekeeping that fill no log: it is asked again and again, and an engine's end is told by its owner."""
 
@@ -41,7 +41,7 @@ Handler = Callable[[Any, Context], Awaitable[Any]]
 
 
 def _nobody(_reason: str) -> None:
-    """Who is told of errors where no one asked to be."""
+    """The default listener for errors."""
 
 
 class Call:
@@ -56,13 +56,13 @@ class Call:
         self._stall_limit: StallLimit | None = None
 
     def end(self, error: errors.TwinlensError) -> None:
-        """Has the handler stop where it stands, and its caller told `error`; harmless once the call has its status."""
+        """Stops the handler, and ends the call with `error`; has no effect once the call has its status."""
         if self._task is not None and self.ending is None and not self.answered:
             self.ending = error
             self._task.cancel()
 
     def limit_stalls(self, seconds: float) -> None:
-        """Ends the call when its caller takes longer than this to accept a message, for whom something is held."""
+        """Ends the call if its client takes longer than this to accept a message that holds resources."""
         self._stall_limit = StallLimit(self, seconds)
 
     async def accept(self, context: Context) -> None:
@@ -81,8 +81,8 @@ class Call:
                 await context.write(message)
 
     def close(self) -> None:
-        """It is over. It lets go of what leads back to it, its task included, in whose context it is: in a circle, it
-        would stay with all that it has held until garbage is looked for."""
+        """The call is over: drops references back to it, including its task, whose context it is in. A cycle would keep
+        everything that it held until garbage collection."""
         self._task = None
         if self._stall_limit is not None:
             self._stall_limit.close()
@@ -90,8 +90,8 @@ class Call:
 
 
 class StallLimit:
-    """A context around each message that is handed over: ends the call where one takes longer than `seconds`. One timer
-    looks after all of them, since a message may be one token, and a timer for each costs as much as what it is for."""
+    """A context around each message sent: ends the call if one takes longer than `seconds`. One timer serves all
+    messages, since a message may be one token, and a timer for each would cost as much as sending it."""
 
     def __init__(self, call: Call, seconds: float) -> None:
         self._call = call
@@ -129,12 +129,12 @@ def current() -> Call:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """The one interceptor. Callers must send one of the `accepted` tokens, where there are any; past `max_calls` at
-    once further ones are refused, health checks excepted, and once it is `closed` all of them. `budget` bounds the
-    bytes of requests.
+    """The only interceptor. Callers must send one of the `accepted` tokens, if there are any; beyond `max_calls` at
+    once further calls are refused, except health checks, and all calls once it is `closed`. `budget` bounds the bytes
+    of requests.
 
-    To gRPC every method is one of streamed requests: of those it takes no message before it is asked to, so that each
-    is read here, within bounds.
+    gRPC treats every method as one of streamed requests: it reads no message of these before it is asked to, so each is
+    read here, within bounds.
     """
 
     def __init__(self, accepted: AcceptedTokens, max_calls: int = 1024, budget: RequestBudget | None = None) -> None:
@@ -159,7 +159,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         await self._empty.wait()
 
     def end_all(self, error: errors.TwinlensError) -> None:
-        """Ends every call under way with `error`; `empty` tells when all have given back what they held."""
+        """Ends all calls in progress with `error`; `empty` is set when all have given back what they held."""
         for call in (*self._calls, *self._foreign_calls):
             call.end(error)
 
@@ -189,7 +189,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         await self._token.refuse(context, self.on_error)
 
     def _foreign(self, handler: Any) -> Handler:
-        """A handler of somebody else's: its requests are read within bounds as well."""
+        """A handler that is not ours: its requests are read within bounds as well."""
 
         async def serve(_requests: Any, context: Context) -> None:
             call = Call()
@@ -237,8 +237,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     except asyncio.CancelledError:
                         outcome = call.ending.reason if call.ending else self._left(context, started)
                         ending = self._cancelled(call)
-                    # Not while an error is handled: gRPC keeps that with which a call ends in a circle, and behind it
-                    # what was handled, with every frame that it came through and all that these hold.
+                    # Not while an error is handled: gRPC keeps the exception that ends a call in a cycle, with the
+                    # handled one, its frames, and everything that these hold.
                     if ending is not None:
                         call.answered = True
                         await fail(context, errors.without_traces(ending))
@@ -259,14 +259,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return serve
 
     def _left(self, context: Context, started: float) -> str:
-        """How a call has ended whose caller is gone: where his time was up, in an error that he has got."""
+        """The outcome of a call whose client is gone: if its deadline has passed, it has got an error."""
         if not has_run_out(time.perf_counter() - started, context.time_remaining()):
             return _CANCELLED
         self.on_error(_TOO_LATE)
         return _TOO_LATE
 
     def _failed(self, error: Exception) -> errors.TwinlensError:
-        """What a caller is told of an error in the handling of his call."""
+        """The caller's error for an exception in the handler."""
         if not isinstance(error, errors.TwinlensError):
             _log.exception("a handler failed")
             error = errors.Internal("the service failed to handle this call")
@@ -274,7 +274,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return error
 
     def _cancelled(self, call: Call) -> errors.TwinlensError:
-        """The same of a call whose task was cancelled: by us, from inside its handler, or by gRPC, whose caller has
+        """The same for a call whose task was cancelled: by us, by its handler, or by gRPC because the client has
         left."""
         if call.ending is not None:
             self.on_error(call.ending.reason)
@@ -283,11 +283,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if task is not None and not task.cancelling():
             _log.exception("a handler was cancelled from inside")
             return errors.Internal("the service failed to handle this call")
-        # gRPC sends no status for a handler that was cancelled: a caller who is still there would wait on.
+        # gRPC sends no status for a cancelled handler: a client that is still there would wait forever.
         return errors.Unavailable("the service ended this call", reason="CALL_ENDED")
 
     def _check_open(self, context: Context) -> None:
-        """Raises what a call is refused with before any of its request is taken."""
+        """Raises the refusal of a call, if any, before its request is read."""
         if self.closed:
             raise errors.Unavailable("the service stops", reason="STOPPING")
         if self.open_calls > self._max_calls:
@@ -298,7 +298,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _answer(method: str, requests: CallReader, context: Context, run: Handler) -> Any:
-    """What a handler of ours says to the request; its span is part of the caller's trace."""
+    """Our handler's response; its span is part of the caller's trace."""
     request = await requests.named()
     log.bind(request_id=request.id)
     if method not in _TRACED:
@@ -310,7 +310,7 @@ async def _answer(method: str, requests: CallReader, context: Context, run: Hand
 
 
 async def _answer_foreign(handler: Any, requests: CallReader, context: Context) -> None:
-    """Everything that somebody else's handler says, of whichever kind it is."""
+    """The responses of a handler that is not ours, of any kind."""
     if handler.stream_stream:
         answers = handler.stream_stream(requests.stream(), context)
     else:
@@ -346,5 +346,5 @@ class _CallerLeft(Exception):
 
 
 def _or_raw(write: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """A serializer that lets pass what a handler has serialized itself: rows, without copies of them."""
+    """A serializer that passes through what a handler has serialized itself: rows, without copying them."""
     return lambda message: message if isinstance(message, bytes) else write(message)

@@ -20,7 +20,7 @@ from twinlens.v1 import media_pb2
 
 OPTIONS = (
     ("grpc.max_receive_message_length", 68 << 20),
-    ("grpc.max_send_message_length", -1),  # how large a message may be is for who takes it to say
+    ("grpc.max_send_message_length", -1),  # the receiver decides how large a message may be
     # A frozen peer answers no ping; without ping_timeout_ms it would be noticed only after a minute.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
@@ -28,14 +28,14 @@ OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    # How long a connection may take, handshakes included. A peer that is starved, or far away, is not gone; and where
-    # there was none, the kernel asks again after 1 and 3 seconds, so that it is found soon when it is back.
+    # Time limit of a connection, handshakes included. A slow or distant peer is not gone; and if there was no peer, the
+    # kernel retries after 1 and 3 seconds, so that it is found soon after it returns.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),
-    # `http_proxy` is for downloads; a name's addresses are connected to one by one, which no `no_proxy` lists.
+    # `http_proxy` is for downloads; resolved addresses are connected to one by one, and no `no_proxy` lists them.
     ("grpc.enable_http_proxy", 0),
-    # A window of four chunks from the first byte on, in place of one that is found by probing (docs/design/link.md).
+    # A window of four chunks from the first byte on, instead of probing for it (docs/design/link.md).
     ("grpc.http2.lookahead_bytes", 4 << 20),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.use_local_subchannel_pool", 1),  # channels to one address do not share one connection
@@ -55,14 +55,14 @@ class ChannelSecurity:
 
     @property
     def metadata(self) -> Sequence[tuple[str, str]]:
-        """What every call carries: of a file, the token that is in it now."""
+        """The metadata of every call; a token from a file is the current one."""
         token = self.token_file.token if self.token_file else self.token
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def files(self) -> TlsFiles | None:
-        """What tells when channels have to be opened anew, for their files were replaced; None without TLS.
+        """Tells when channels must be reopened because their files were replaced; None without TLS.
 
-        Raises OSError or ValueError where they cannot be used.
+        Raises OSError or ValueError if they cannot be used.
         """
         if not self.ca:
             return None
@@ -72,9 +72,9 @@ class ChannelSecurity:
 
 
 def open_channel(target: str, security: ChannelSecurity, *, name: str = "") -> grpc.aio.Channel:
-    """A channel to `target`; it connects when it is first used and reconnects by itself.
+    """A channel to `target`, which connects on first use and reconnects by itself.
 
-    `name` is the host name that the other side's certificate must have, where `target` is an address found for it.
+    `name` is the host name that the other side's certificate must have, if `target` is a resolved address.
     """
     if not security.ca:
         return grpc.aio.insecure_channel(target, options=OPTIONS)
@@ -96,20 +96,20 @@ def is_of_the_link(error: grpc.aio.AioRpcError) -> bool:
 
 
 def is_cut_off(call: grpc.aio.RpcContext) -> bool:
-    """Whether what a call has raised CancelledError for is that its channel was closed, and nothing of who waits."""
+    """Whether a call raised CancelledError because its channel was closed, and not because of the waiting task."""
     task = asyncio.current_task()
     return bool(call.cancelled()) and task is not None and not task.cancelling()
 
 
 def is_not_taken(error: grpc.aio.AioRpcError) -> bool:
-    """Whether who was called is there, and has too many calls to take one more: gRPC itself then resets its stream."""
+    """Whether the callee is up, but has too many calls to take one more: gRPC itself then resets the stream."""
     if _stated(error) is not None:
         return False
     return error.code() is grpc.StatusCode.CANCELLED or "RST_STREAM" in (error.details() or "")
 
 
 def is_refused(error: grpc.aio.AioRpcError) -> bool:
-    """Whether gRPC, at the other end, refused the stream as one too many, so that nobody there has seen the call."""
+    """Whether gRPC at the other end refused the stream as one too many, so that the service has not seen the call."""
     return _stated(error) is None and "RST_STREAM with error code 7" in (error.details() or "")
 
 
@@ -128,7 +128,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TwinlensError:
 
 
 def _stated(error: grpc.aio.AioRpcError) -> errors.TwinlensError | None:
-    """What the trailers of a call say of its failure; None where they say nothing, or nothing that can be read."""
+    """The error stated in a failed call's trailers; None if there is none, or it cannot be read."""
     trailers: dict[str, Any] = dict(error.trailing_metadata() or ())
     try:
         if packed := trailers.get("twinlens-status-bin"):

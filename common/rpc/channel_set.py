@@ -1,5 +1,5 @@
-"""The channels to one replica of a service: some for calls, and one for questions about itself, which wait there behind
-nothing."""
+"""The channels to one replica of a service: some for calls, and one for questions about itself, which never queue
+there."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from common.rpc.channel import ChannelSecurity, open_channel
 
 class ChannelSet:
     """Long-lived channels to the replica at `address`, whose certificate must have `name`: `count` are for `calls`, and
-    `own` is for what it is asked of itself. Raises OSError where the files of a certificate cannot be read."""
+    `own` is for questions about itself. Raises OSError if the files of a certificate cannot be read."""
 
     def __init__(self, address: str, name: str, security: ChannelSecurity, count: int = 1) -> None:
         self.calls = [open_channel(address, security, name=name) for _ in range(count)]
         self.own = open_channel(address, security, name=name)
 
     def connect(self) -> None:
-        """Begins to connect those for calls that are not."""
+        """Connects the channels for calls."""
         for channel in self.calls:
             channel.get_state(try_to_connect=True)
 
     async def connected(self) -> None:
-        """Returns when calls can go over each. Raises UsageError where they are being closed."""
+        """Waits until every channel for calls is connected. Raises UsageError if they are being closed."""
         for channel in self.calls:
             await channel.channel_ready()
 

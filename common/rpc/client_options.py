@@ -1,4 +1,4 @@
-"""What every service asks of the options by which it calls others: `--NAME-ca`, `--NAME-cert` and the like."""
+"""Validation of the options by which services call others: `--NAME-ca`, `--NAME-cert` and so on."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def check_addresses(option: str, addresses: Sequence[str]) -> None:
 def security(
     prefix: str, *, ca: str = "", cert: str = "", key: str = "", token: str = "", token_file: str = ""
 ) -> ChannelSecurity:
-    """How services are spoken to, by the options that begin with `prefix`. Raises ValueError where they contradict each
-    other, where a file of them cannot be used, and for a token that no header could carry."""
+    """The channel security for options with this `prefix`. Raises ValueError if they contradict each other, if one of
+    their files cannot be used, and for a token that a header cannot carry."""
     if bool(cert) != bool(key):
         raise ValueError(f"{prefix}-cert and {prefix}-key go together")
     if cert and not ca:

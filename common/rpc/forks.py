@@ -1,4 +1,4 @@
-"""gRPC beside processes that are started: none of those is a copy of this one, so gRPC has nothing to do about it."""
+"""gRPC and child processes: none of these is a fork that uses gRPC, so gRPC need not do anything about them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def keep_grpc_out() -> None:
-    """Before gRPC is imported. It would stop its threads before each fork and start them again behind it. Python forks
-    as well where it has tried to start a process in the cheaper way and there is room for none, and then there is none
-    for those threads either: the service would never answer again, not even when there is room."""
+    """Call before gRPC is imported. Otherwise it stops its threads before each fork and restarts them afterwards.
+    Python forks if it cannot start a process in the cheaper way for lack of memory, and then there is none for those
+    threads either: the service would never answer again."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")

@@ -1,6 +1,6 @@
-"""Server reflection by both of its names: `grpc.reflection.v1`, and `v1alpha`, which older tools ask.
+"""Server reflection under both names: `grpc.reflection.v1`, and `v1alpha`, which older tools use.
 
-The two are the same but for the name of their package, and the packages of Python have the older one alone.
+Both differ only in the name of their package, and Python's package has only the older one.
 """
 
 from __future__ import annotations

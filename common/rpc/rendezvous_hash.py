@@ -11,5 +11,6 @@ Place = TypeVar("Place")
 
 
 def ranked(key: bytes, places: Iterable[Place], address: Callable[[Place], str]) -> list[Place]:
-    """All places, the key's own first, then where it goes without that one, and so on."""
+    """All places in the order of preference for this key: its own first, then where it goes without that one, and so
+    on."""
     return sorted(places, key=lambda place: hashlib.sha256(key + address(place).encode()).digest())

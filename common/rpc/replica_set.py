@@ -1,4 +1,4 @@
-"""The replicas of a service: looked up again and again, opened, renewed, and closed behind their last call."""
+"""The replicas of a service: resolved repeatedly, opened, renewed, and closed after their last call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Upkeep(Generic[T]):
-    """What is done with one replica.
+    """What to do with one replica.
 
-    `open` makes it, of an address and the host name that this was found for. `renew` has its next calls take the
-    certificates that are in the files now; `close` forgets it. The two give what is still to be done, for as many
-    seconds as `grace` allows what is under way; None: for none. `open` and `renew` raise OSError where the files cannot
-    be read just now.
+    `open` creates it, given an address and the host name that it was resolved from. `renew` has its next calls use the
+    current certificates; `close` drops it. These two return what remains to be done, with as many seconds of `grace`
+    for calls in progress; None: none. `open` and `renew` raise OSError if the files cannot be read now.
     """
 
     open: Callable[[str, str], T]
@@ -33,8 +32,8 @@ class Upkeep(Generic[T]):
 
 
 class ReplicaSet(Generic[T]):
-    """Replicas of a `kind`, by address, as `sources` name them at the last `look`. What is under way at one that has
-    left, or by certificates that were replaced, has `grace` seconds to end."""
+    """Replicas of a `kind`, by address, as `sources` listed them at the last `look`. Calls in progress at a replica
+    that has left, or with replaced certificates, have `grace` seconds to end."""
 
     def __init__(
         self, kind: str, sources: Resolver, files: TlsFiles | None, upkeep: Upkeep[T], *, grace: float
@@ -48,7 +47,7 @@ class ReplicaSet(Generic[T]):
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def look(self) -> None:
-        """Looks all sources up, takes in who is new, and lets go of who is on none of them."""
+        """Resolves all sources, adds new replicas, and drops those that are not listed any more."""
         if self._files is not None and self._files.changed():
             for address, replica in self.known.items():
                 self._renew(address, replica)
@@ -62,11 +61,11 @@ class ReplicaSet(Generic[T]):
             self.forget(address)
 
     def forget(self, address: str) -> None:
-        """Lets go of one that is known."""
+        """Drops a known replica."""
         self._leave(self._upkeep.close(self.known.pop(address), self._grace), f"close {address}")
 
     async def close(self) -> None:
-        """Closes all of them at once, whatever is under way."""
+        """Closes all replicas at once, whatever is in progress."""
         for task in self._leaving:
             task.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""Requests on their way in, under one budget of bytes over all calls: docs/design/request.md has the rules.
+"""Incoming requests, under one budget of bytes over all calls; docs/design/request.md has the rules.
 
-A message counts from its first byte until its call ends, and twice while it comes: gRPC holds what has come, and hands
-it over as a copy. Callers behind one connection, such as a proxy's, are one caller here.
+A message counts from its first byte until its call ends, and twice while it arrives: gRPC holds what has arrived, and
+hands it over as a copy. Callers behind one connection, such as a proxy's, count as one.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ SMALL = 1 << 20
 """Bytes of a message that may use all of the budget."""
 
 STATED = "twinlens-request-bytes"
-"""The metadata in which a caller may say how large its message is."""
+"""The metadata in which a caller may state its message's size."""
 
 UNREAD = 64 << 10
-"""Bytes of a message that gRPC takes before it is asked for: a stream's window. Every message counts as so many."""
+"""Bytes of a message that gRPC reads before it is asked to: a stream's window. Every message counts as at least
+that."""
 
 _FILLED = 48 << 10
-"""Bytes with which a window counts as full."""
+"""Bytes from which a window counts as full."""
 
 _COPIES = 2
 """Of a message that is just being handed over."""
 
 _LARGE = 8 << 20
-"""Bytes of a message after which what is free goes back to the system."""
+"""Bytes of a message after which free memory is returned to the system."""
 
 _LOOK_SECONDS, _PACE_SECONDS = 0.02, 0.25
-"""How often is looked at what has come, and over what time a pace is taken."""
+"""Intervals of checking what has arrived, and of measuring the pace."""
 
 _LATE_SECONDS = 0.05
 """By how much a look is late in a process that stood still."""
@@ -48,10 +49,10 @@ _CLAIM_SECONDS = 1.0
 """How long a message that filled its window is taken for the largest."""
 
 _SOON_SECONDS, _TIDY_SECONDS = 0.01, (2.0, 8.0)
-"""How long after a large message, and after as many bytes of small ones, what is free goes back to the system."""
+"""Delays before free memory is returned to the system: after a large message, and after as many bytes of small ones."""
 
 _MAX_REMEMBERED = 1 << 14
-"""Connections of which it is remembered what they have brought."""
+"""Connections whose received bytes are remembered."""
 
 _log = log.get("request_budget")
 
@@ -64,8 +65,8 @@ class Ends(Protocol):
 
 
 class Arriving:
-    """One message on its way in. It has a `claim` to so many bytes; one that filled its window has that to the largest,
-    for a while."""
+    """One incoming message. It has a `claim` to so many bytes; one that filled its window has the largest claim, for a
+    while."""
 
     def __init__(self, call: Ends, claim: int, since: int, *, lasting: bool) -> None:
         self.call = call
@@ -75,13 +76,13 @@ class Arriving:
         self._lasting = lasting
 
     def claim(self, now: float) -> int:
-        """What it may bring as far as is known."""
+        """What it may bring, as far as known."""
         return self._claim if self._lasting or now - self.begun < _CLAIM_SECONDS else UNREAD
 
 
 class _Connection:
-    """What is coming over one connection, the oldest first. `base` of the bytes that it has `received` are accounted
-    for; `moved` is when it last brought anything worth mentioning, `pace` what it brings, in bytes a second."""
+    """The incoming messages of one connection, the oldest first. `base` of the bytes that it has `received` are
+    accounted for; `moved` is when it last received a significant amount, `pace` its bytes per second."""
 
     def __init__(self, far: Address | None, received: int | None) -> None:
         self.far = far
@@ -98,17 +99,17 @@ class _Connection:
         return self.received - self.base
 
     def claims(self, now: float) -> int:
-        """What its messages have a claim to."""
+        """The sum of its messages' claims."""
         return sum(each.claim(now) for each in self.arriving)
 
     def bytes(self, now: float, max_message_bytes: int, foreseen_seconds: float) -> int:
-        """What its messages amount to, of up to `max_message_bytes` each; what comes in a moment included."""
+        """The bytes of its messages, each at most `max_message_bytes`, including those expected within a moment."""
         came = self.came
         foreseen = min(came + round(self.pace * foreseen_seconds), len(self.arriving) * max_message_bytes)
         return max(self.claims(now), came, foreseen if came > UNREAD else 0)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """For so long this process read nothing: nobody is slow by that."""
+        """This process has read nothing for so long, so nobody counts as slow for that time."""
         self.moved = min(now, self.moved + seconds)
         for one in self.arriving:
             one.begun = min(now, one.begun + seconds)
@@ -125,7 +126,7 @@ class _Connection:
             self._timed, self._counted = now, received
 
     def close(self, one: Arriving, size: int) -> None:
-        """A message of `size` bytes is no longer coming. What came before the next one began was not that one's."""
+        """A message of `size` bytes has arrived. Bytes before the next one began belonged to it."""
         oldest = self.arriving[0] is one
         self.arriving.remove(one)
         self.base += size
@@ -134,14 +135,14 @@ class _Connection:
 
 
 _WaitQueue = deque[tuple[int, asyncio.Future[None]]]
-"""Who waits for room, with how much is wanted."""
+"""Waiters for room, with the bytes they want."""
 
 
 class RequestBudget:
-    """The budget: `max_bytes`, of which messages of up to `max_message_bytes` come. Who waits for room does so for
-    `wait_seconds`; who has brought nothing for `still_seconds` gives way; what comes within `foreseen_seconds` counts
-    as if it were here, since a busy process looks no sooner. `received` says what a connection has brought. It is used
-    on one event loop."""
+    """The budget of `max_bytes`, for messages of at most `max_message_bytes`. Messages wait at most `wait_seconds` for
+    room; one without progress for `still_seconds` gives way; bytes expected within `foreseen_seconds` count as arrived,
+    since a busy process checks no sooner. `received` returns what a connection has received. To be used on one event
+    loop."""
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class RequestBudget:
 
     @property
     def arriving(self) -> int:
-        """Bytes that messages on their way in count as, those that wait for their turn included."""
+        """Bytes counted for incoming messages, including those that wait for their turn."""
         now = time.monotonic()
         coming = sum(self._bytes(connection, now) for connection in self._connections.values())
         return _COPIES * coming + self._waiting * UNREAD
@@ -189,8 +190,8 @@ class RequestBudget:
 
     @asynccontextmanager
     async def arrival(self, peer: str, call: Ends, stated: int = 0) -> AsyncIterator[Callable[[int], None]]:
-        """Counts a message that is asked for inside the block, until that ends; the block says how large it was, and
-        from then on it is `held`. Waits for room; raises Exhausted where there is none for it."""
+        """Counts a message that is read inside the context, until it has arrived; the context reports its size, and
+        from then on it is `held`. Waits for room; raises Exhausted if there is none."""
         connection = self._connection(peer)
         lasting = stated > 0 or not connection.measured
         claim = (
@@ -238,8 +239,8 @@ class RequestBudget:
             connection.note(received, now)
 
     def _unstated(self, peer: str, connection: _Connection) -> int:
-        """What a message may bring of which nothing is said: the largest, where it has filled its window already. Where
-        others come over the same connection, nobody can say who has filled what."""
+        """The most that a message of unstated size may bring: the maximum, if it has filled its window. If others
+        arrive on the same connection, nobody can tell which has filled what."""
         if not connection.measured:
             return self._max_message_bytes
         filled = not connection.arriving and connection.received - self._brought.get(peer, 0) >= _FILLED
@@ -264,20 +265,20 @@ class RequestBudget:
         return True
 
     def _serve(self) -> None:
-        """Lets the first in each queue in, where there is room; the next one when that counts."""
+        """Admits the first of each queue if there is room; the next one once that counts."""
         for queue, limit in self._queues:
             if queue and not queue[0][1].done() and self._makes_room(queue[0][0], limit):
                 queue[0][1].set_result(None)
 
     def _makes_room(self, wanted: int, limit: int) -> bool:
-        """Whether so much has room, where all have given way who have more and no claim to it."""
+        """Whether there is room for so much once all that have more, and no claim to it, have given way."""
         while self.held + self.arriving + _COPIES * wanted > limit:
             if not self._one_gives_way(more_than=max(wanted, SMALL)):
                 return False
         return True
 
     def _one_gives_way(self, more_than: int) -> bool:
-        """The largest that stands still, if it is worth it; else who has the most beyond its claims."""
+        """The largest one without progress, if it is large enough; else the one most beyond its claims."""
         now = time.monotonic()
         connections = self._connections.items()
         still = {peer: self._bytes(each, now) for peer, each in connections if now - each.moved > self._still_seconds}
@@ -290,7 +291,7 @@ class RequestBudget:
         return False
 
     def _end(self, peer: str, connection: _Connection, error: TwinlensError) -> None:
-        """Ends all that is coming over a connection: nobody can say which of it is whose."""
+        """Ends everything arriving on a connection, since nobody can tell whose bytes are whose."""
         arriving, connection.arriving = connection.arriving, []
         came = connection.came
         _log.warning(
@@ -315,7 +316,8 @@ class RequestBudget:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
-        """Fifty times a second, while anything is coming: what has come, what stands still, and who has to give way."""
+        """Fifty times a second while anything arrives: checks what has arrived, what is stuck, and what must give
+        way."""
         self._timer = None
         now = time.monotonic()
         late = now - self._due
@@ -326,7 +328,7 @@ class RequestBudget:
             if now - max(connection.moved, connection.arriving[0].begun) > self._stall_seconds:
                 self._end(peer, connection, Exhausted("the request did not arrive in time", reason="REQUEST_TOO_SLOW"))
             elif connection.came > len(connection.arriving) * (self._max_message_bytes + self._max_message_bytes // 8):
-                self._end(peer, connection, _full())  # frames of next to nothing: they cost many times what is in them
+                self._end(peer, connection, _full())  # tiny frames cost many times their content
         for limit, more_than in ((self._max_large, SMALL), (self._max_bytes, 0)):
             while self.held + self.arriving > limit and self._one_gives_way(more_than):
                 pass
@@ -334,7 +336,7 @@ class RequestBudget:
         self._watch()
 
     def _churn(self, size: int) -> None:
-        """So many bytes have been freed, or are going to be: of what gRPC had, or of what was made of it."""
+        """So many bytes have been freed, or will be: gRPC's copy, or what was made of it."""
         self._gone += size
         if size >= _LARGE:
             self._tidy_in(_SOON_SECONDS)
@@ -348,8 +350,8 @@ class RequestBudget:
             self._tidying[seconds] = asyncio.get_running_loop().call_later(seconds, self._tidy, seconds)
 
     def _tidy(self, seconds: float) -> None:
-        """Gives what is free back to the system, beside the event loop, since it takes its time: else what gRPC had of
-        a message stays. Again after a while, when others have let go of what they had of it too."""
+        """Returns free memory to the system, in a thread, since it takes time: otherwise gRPC's copies of messages
+        stay. Repeated after a while, when others have released theirs."""
         del self._tidying[seconds]
         if self._trimming is not None and not self._trimming.done():
             self._tidy_in(seconds)

@@ -20,13 +20,14 @@ _MAX_FOREIGN_BYTES = 64 << 10
 """Of a message to health checks and reflection."""
 
 _CANCEL_SECONDS = 0.1
-"""In which gRPC cancels the handler of a caller who has left, after it has said that no message comes."""
+"""Seconds within which gRPC cancels the handler of a caller who has left, after it has reported that no message
+comes."""
 
 Deserializer = Callable[[bytes], Any]
 
 
 class CallReader:
-    """What one call is asked. Its bytes count towards the budget until `release`."""
+    """The requests of one call. Their bytes count towards the budget until `release`."""
 
     def __init__(self, call: Ends, context: Context, deserialize: Deserializer, budget: RequestBudget) -> None:
         self._call = call
@@ -40,23 +41,22 @@ class CallReader:
         return NamedRequest(self._parsed(await self._body()))
 
     async def foreign(self) -> Any:
-        """The one request of somebody else's method. Raises InvalidInput where it is long: reflection sends back what
-        it is asked."""
+        """The single request of a foreign method. Raises InvalidInput if it is long: reflection echoes it."""
         return self._short(await self._body())
 
     async def stream(self) -> AsyncIterator[Any]:
-        """The requests of somebody else's method, each let go of before the next."""
+        """The requests of a foreign method, each released before the next."""
         while (body := await self._body()) is not None:
             yield self._short(body)
             self.release()
 
     def release(self) -> None:
-        """The call has let go of what it has read."""
+        """The call has released what it has read."""
         self._budget.release(self._held)
         self._held = 0
 
     async def _body(self) -> bytes | None:
-        """The next message, within the budget; None where there is none."""
+        """The next message, within the budget; None if there is none."""
         metadata = dict(self._context.invocation_metadata() or ())
         stated = str(metadata.get(STATED, ""))
         size = int(stated) if stated.isdecimal() else 0
@@ -75,7 +75,7 @@ class CallReader:
         return self._parsed(body)
 
     def _parsed(self, body: bytes | None) -> Any:
-        # What gRPC says of bytes that it cannot read names a class, hence our own words.
+        # gRPC's own message for invalid bytes would name a class.
         try:
             message = None if body is None else self._deserialize(body)
         except DecodeError:
@@ -86,7 +86,7 @@ class CallReader:
 
 
 class NamedRequest:
-    """A request and its id. Whoever takes it is the only one to hold it, and lets go of its bytes when he likes."""
+    """A request and its id. The taker is its only holder, and decides when to release its bytes."""
 
     def __init__(self, message: Any) -> None:
         self._message = message
@@ -103,7 +103,7 @@ class NamedRequest:
 
 
 def _request_id(request: Any) -> str:
-    """The request's id; one is made up, and written into the request, where it has the field and left it empty."""
+    """The request's id; if it has the field and left it empty, one is made up and written into it."""
     if not hasattr(request, "request_id"):
         return ""
     if not request.request_id:

@@ -1,5 +1,5 @@
-"""Where services are: addresses as they were given, names that are looked up, and lists in files, all of them again and
-again. A source that cannot be read just now stands for what it last said."""
+"""Addresses of services: given directly, by name, or in files, all of which are resolved repeatedly. A source that
+cannot be read now keeps its last result."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from common.telemetry import log
 _log = log.get("resolver")
 
 DNS = "dns:///"
-"""What names that are to be looked up begin with."""
+"""Prefix of names to resolve."""
 FILE = "file://"
-"""What the path of a list begins with: one `host:port` a line; empty lines and comments after # are skipped. A list
-that names nobody counts as one that cannot be read: whoever writes a file makes it empty first."""
+"""Prefix of a list's path: one `host:port` per line; empty lines and comments after # are skipped. An empty list counts
+as unreadable: files are empty while they are being written."""
 
 
 class Resolver:
@@ -62,7 +62,7 @@ async def _look_up(name: str) -> dict[str, str]:
 
 
 def check_address(address: str) -> str:
-    """The address; raises ValueError where it is not `host:port`."""
+    """The address; raises ValueError if it is not `host:port`."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not is_port(port):
         raise ValueError(f"{address} is not host:port")

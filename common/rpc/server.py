@@ -1,6 +1,6 @@
-"""The frame of a gRPC server: ports, TLS, tokens, health, reflection, drain. It knows no service. `bind` opens the
-port; `announce` has health checks say what `report` was told, and prints `ready grpc=HOST:PORT`, and ` metrics=…` where
-there are metrics; `wait` returns on SIGTERM or SIGINT; `drain` lets running calls finish."""
+"""The frame of a gRPC server, independent of the service: ports, TLS, tokens, health, reflection, draining. `bind`
+opens the port; `announce` publishes to health checks what was `report`ed, and prints `ready grpc=HOST:PORT`, with `
+metrics=…` if there are metrics; `wait` returns on SIGTERM or SIGINT; `drain` lets calls in progress finish."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from twinlens import credentials
 _log = log.get("server")
 
 LISTEN: Final = "address to serve gRPC on; port 0 picks a free one"
-"""What --listen means; each service has a default of its own."""
+"""The meaning of --listen; each service has its own default."""
 
 _LAST_WORDS_SECONDS = 0.5
-"""For statuses of calls that have just ended to be sent; it ends sooner where nobody watches health."""
+"""Time for sending the statuses of calls that have just ended; shorter if nobody watches health."""
 
 _ENDING_SECONDS = 5.0
-"""For calls that we end after the grace time to give back what they hold; each has its status then."""
+"""Time that calls ended after the grace period have to give back what they hold; they have their status by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class ServerConfig:
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def check_server(self) -> None:
-        """Raises ValueError where server options contradict each other."""
+        """Raises ValueError if server options contradict each other."""
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("--tls-cert and --tls-key go together")
         if self.tls_client_ca and not self.tls_cert:
@@ -98,17 +98,17 @@ class ServerConfig:
             raise ValueError("--metrics-listen must be HOST:PORT, with a port of at most 65535")
 
     def accepted(self) -> AcceptedTokens:
-        """The tokens of which callers must send one. Raises as `read_tokens`."""
+        """The tokens that callers must send. Raises as `read_tokens`."""
         return AcceptedTokens(self.auth_token, self.auth_token_file)
 
 
 PINGS = (("grpc.http2.min_ping_interval_without_data_ms", 1_000), ("grpc.http2.max_ping_strikes", 0))
-"""What lets callers ask as often as ours do whether a silent connection lives: gRPC by itself hangs up on them."""
+"""Lets clients check a silent connection as often as ours do: by default gRPC hangs up on them."""
 
 
 def _is_no_departure(record: logging.LogRecord) -> bool:
-    """gRPC logs as an error, traceback and all, that a call's last words could not be sent, where their caller has left
-    in the very moment: what became of the call has a line of ours."""
+    """gRPC logs an error with traceback if a call's last message cannot be sent because its client has just left; the
+    call's outcome has a line of ours."""
     return not (record.exc_info and type(record.exc_info[1]).__name__ == "ExecuteBatchError")
 
 
@@ -130,21 +130,23 @@ class GrpcServer:
             interceptors=[self._interceptor],
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", -1),  # what is sent is ours
-                # More than are served: past this, calls wait at their caller, who hears nothing and takes us for dead.
+                ("grpc.max_send_message_length", -1),  # we decide what we send
+                # More than are served: beyond this, calls wait at their client, which hears nothing and takes us for
+                # dead.
                 ("grpc.max_concurrent_streams", 2 * config.max_concurrent_calls),
                 # Of more calls than 1000 that no handler has taken yet, gRPC by itself cancels some by chance.
                 ("grpc.server.max_pending_requests", pending),
                 ("grpc.server.max_pending_requests_hard_limit", pending),
-                # What gRPC takes of a message that nobody has asked for, on each stream (common/rpc/request_budget.py).
+                # What gRPC reads of a message before anyone asks for it, on each stream (common/rpc/request_budget.py).
                 ("grpc.http2.lookahead_bytes", UNREAD),
                 ("grpc.http2.bdp_probe", 0),
-                # Else who has waited for half a minute in front of a busy event loop is cancelled without a reason.
+                # Otherwise calls that have waited for half a minute for a busy event loop are cancelled without a
+                # reason.
                 ("grpc.server_max_unrequested_time_in_server", 3600),
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
-                ("grpc.http2.ping_timeout_ms", 5_000),  # without it, a caller whose host is gone is missed for a minute
+                ("grpc.http2.ping_timeout_ms", 5_000),  # else it takes a minute to notice that a client's host is gone
                 *PINGS,
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
@@ -160,7 +162,7 @@ class GrpcServer:
         self._interceptor.on_error = on_error
 
     async def bind(self) -> None:
-        """Opens the port and answers health checks (NOT_SERVING). Raises OSError where the port cannot be had."""
+        """Opens the port and answers health checks (NOT_SERVING). Raises OSError if the port cannot be opened."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -180,8 +182,8 @@ class GrpcServer:
         await self.server.start()
 
     async def announce(self, metrics: str = "") -> None:
-        """Every service is SERVING from now on, unless its owner has reported otherwise. Says so on standard output;
-        `metrics` is where those are served."""
+        """Every service is SERVING from now on, unless its owner has reported otherwise. Prints that to standard
+        output; `metrics` is their address."""
         self._announced = True
         await self._publish()
         unsaid = say(f"ready grpc={self.address}" + (f" metrics={metrics}" if metrics else ""))
@@ -197,7 +199,7 @@ class GrpcServer:
             task.add_done_callback(self._reports.discard)
 
     async def _publish(self) -> None:
-        """Has health checks say what is so now: of several at once, the last to set a name sets it right."""
+        """Publishes the current state to health checks: of concurrent calls, the last to set a name sets it right."""
         for name in ("", *self._names):
             serving = self._announced and self._ready
             known = health_pb2.HealthCheckResponse
@@ -213,7 +215,7 @@ class GrpcServer:
 
     @property
     def inflight_bytes(self) -> int:
-        """What requests that are here or coming count as, of `max_inflight_bytes`."""
+        """Bytes counted for requests here and on their way in, of `max_inflight_bytes`."""
         return self._budget.held + self._budget.arriving
 
     @property
@@ -255,7 +257,7 @@ class GrpcServer:
         files = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
 
         def replaced() -> grpc.ServerCertificateConfiguration | None:
-            """Asked at each handshake; None goes on with what it was told last."""
+            """Called at each handshake; None keeps the last certificate."""
             return _certificates(certificates) if (certificates := files.changed()) else None
 
         return grpc.dynamic_ssl_server_credentials(

@@ -20,10 +20,10 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 async def fail(context: Context, error: errors.TwinlensError, *, sent_within: float = 1.0) -> NoReturn:
-    """Ends a call with an error's status, its standard details, and the short form for callers without them.
+    """Ends a call with an error's status, its standard details, and the short form for clients without them.
 
-    The status stands behind what was sent before. Where the caller does not read that, it is on its way all the same,
-    and is waited for `sent_within` seconds and no longer: the call is over for us.
+    The status follows everything sent before. If the client does not read that, the status is sent nevertheless, and
+    waited for no longer than `sent_within`.
     """
     trailers = (
         ("grpc-status-details-bin", rich_status(error).SerializeToString()),
@@ -54,7 +54,7 @@ def from_plain_status(status: media_pb2.Status) -> errors.TwinlensError:
 
 
 def rich_status(error: errors.TwinlensError) -> status_pb2.Status:
-    """An error in the standard error model: ErrorInfo, BadRequest for a field, RetryInfo where a retry can help."""
+    """An error in gRPC's standard error model: ErrorInfo, BadRequest for a field, RetryInfo if a retry can help."""
     status = status_pb2.Status(code=errors.code_number(error), message=error.message)
     _attach(status, error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
     if error.field:

@@ -1,6 +1,6 @@
-"""How many bytes the kernel has received for each connection of this process. gRPC shows a message when all of it is
-there, and says nowhere what it holds until then; what has come in on a socket is a bound of that. Frames of a single
-byte, which take many times their content in memory, count with their heads."""
+"""How many bytes the kernel has received for each connection of this process. gRPC hands over a message when it is
+complete, and does not tell what it holds until then; the bytes received on a socket are a bound. Frames with a single
+byte, which take many times their content in memory, count with their headers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Address = tuple[str, int]
 
 
 class TcpConnections:
-    """This process's TCP connections by their far end. A descriptor may be another's by the next moment, so it is asked
-    whose it is each time."""
+    """This process's TCP connections by their remote end. A descriptor may be reused at any time, so its owner is
+    checked each time."""
 
     def __init__(self) -> None:
         self._found: dict[Address, int] = {}
         self._seen: dict[int, Address | None] = {}
 
     def received(self, far: Address) -> int | None:
-        """Bytes that have come from there since the connection began; None where there is no such connection, or the
-        kernel does not say."""
+        """Bytes received from there since the connection began; None if there is no such connection, or the kernel does
+        not tell."""
         descriptor = self._found.get(far)
         if descriptor is not None:
             end, received = _look(descriptor)
@@ -84,7 +84,7 @@ def _descriptors() -> set[int]:
 
 
 def _look(descriptor: int) -> tuple[Address | None, int | None]:
-    """Where a descriptor leads, if it is a TCP connection, and what has come from there."""
+    """The remote end of a descriptor, if it is a TCP connection, and the bytes received."""
     try:
         one = socket.socket(fileno=descriptor)
     except OSError:
@@ -97,6 +97,6 @@ def _look(descriptor: int) -> tuple[Address | None, int | None]:
     except OSError:
         return None, None
     finally:
-        one.detach()  # it is gRPC's, or whoever's
+        one.detach()  # it is gRPC's, or somebody else's
     whole = len(info) == _INFO_BYTES
     return _address(host, port), struct.unpack_from("=Q", info, _RECEIVED_AT)[0] if whole else None

@@ -1,7 +1,8 @@
-"""Certificates that are replaced while a process runs, as cert-manager does long before old ones end.
+"""Certificates that are replaced while a process runs, as cert-manager does long before old ones expire.
 
-Files are looked at, not watched. What cannot be used, such as a certificate whose key has not been written yet, is left
-alone, and looked at again next time."""
+Files are polled. Unusable ones, such as a certificate whose key has not been written yet, are ignored, and checked
+again next time.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Seen = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """A certificate chain and its private key, empty where none is shown, and the roots that the other side's
-    certificates must come from, or none; PEM."""
+    """A certificate chain and its private key, empty if none is shown, and the roots that the other side's certificates
+    must come from, if any; PEM."""
 
     cert: bytes
     key: bytes
@@ -28,7 +29,7 @@ class Certificates:
 
 
 class TlsFiles:
-    """The files of one side of TLS; of a server those that `--tls-cert`, `--tls-key` and `--tls-client-ca` name."""
+    """The files of one side of TLS; for a server those of `--tls-cert`, `--tls-key` and `--tls-client-ca`."""
 
     def __init__(
         self,
@@ -38,14 +39,14 @@ class TlsFiles:
         *,
         options: tuple[str, str, str] = ("--tls-cert", "--tls-key", "--tls-client-ca"),
     ) -> None:
-        """Reads nothing yet. A name may be "" where there is no such file; `options` are what messages call them."""
+        """Does not read yet. A name may be "" if there is no such file; `options` are their names in messages."""
         self._cert, self._key, self._ca = cert, key, ca
         self._options = options
         self._used: Seen = ()
         self._refused: Seen = ()
 
     def read(self) -> Certificates:
-        """What is in the files. Raises OSError or ValueError where it cannot be used."""
+        """The content of the files. Raises OSError or ValueError if it cannot be used."""
         seen = self._look()
         options = self._options
         credentials.check_files(ca=(options[2], self._ca), cert=(options[0], self._cert), key=(options[1], self._key))
@@ -54,7 +55,8 @@ class TlsFiles:
         return Certificates(cert, key, ca or None)
 
     def changed(self) -> Certificates | None:
-        """What is in the files, where that is not what was read last and can be used; logged. It raises nothing."""
+        """The content of the files, if it has changed since it was last read and can be used; logged. Raises
+        nothing."""
         try:
             seen = self._look()
             if seen == self._used:
@@ -81,6 +83,6 @@ class TlsFiles:
 
 
 def look_at(*names: str) -> Seen:
-    """What files are like now; "" stands for none. Raises OSError where one is not there."""
+    """The identity of the files; "" stands for none. Raises OSError if one is missing."""
     files = [Path(name).stat() for name in names if name]
     return tuple((file.st_ino, file.st_size, file.st_mtime_ns) for file in files)

@@ -1,7 +1,7 @@
 """Shared memory without names: a memfd that child processes inherit, and a range allocator over it.
 
-The kernel frees a memfd when the last process that has it mapped is gone, so no crash can leave a segment behind.
-The allocator knows ranges, not what they hold; who keeps what, and what is evicted, is its owner's business.
+The kernel frees a memfd when the last process that has it mapped is gone, so a crash leaves no segment behind. The
+allocator does not know what ranges contain; their owner decides what is kept and evicted.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class SharedBuffer:
 
     @classmethod
     def create(cls, label: str, size: int) -> SharedBuffer:
-        """A new buffer of `size` zero bytes, which never changes its size; pages take memory when first written. Raises
-        OSError, which says what it is for, where there are no such addresses."""
+        """A new buffer of `size` zero bytes, whose size never changes; pages take memory when first written. Raises
+        OSError, which names its purpose, if there is no address space."""
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
@@ -89,9 +89,9 @@ class SharedBuffer:
             raise OSError(ctypes.get_errno(), "shared memory cannot be given back")
 
     def populate(self) -> None:
-        """Takes the memory of the whole buffer now, so that nobody waits for it page by page when it is first written;
-        what is in it stays. Ends early where the buffer is closed, or the system does not know how (Linux before 5.14),
-        or has no memory left. A thread may do it, and other threads run meanwhile."""
+        """Allocates the memory of the whole buffer now, so that nobody waits for it page by page on first writes; its
+        content stays. Ends early if the buffer is closed, the system does not support it (Linux before 5.14), or memory
+        is short. May run in a thread beside others."""
         for first in range(0, self.size, _PART):
             length = min(_PART, self.size - first)
             try:
@@ -114,8 +114,8 @@ class SharedBuffer:
 class ReaderView:
     """Another process's buffer, mapped for reading from a descriptor of `SharedBuffer.open_reader`.
 
-    Takes the descriptor over, whatever happens. Raises ValueError for one whose size could change: its owner could cut
-    it off under a reader, whom the kernel would then kill.
+    Takes over the descriptor in any case. Raises ValueError for one whose size could change: its owner could truncate
+    it under a reader, whom the kernel would then kill.
     """
 
     def __init__(self, fd: int) -> None:
@@ -163,7 +163,7 @@ class RangeAllocator:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity - capacity % ALIGNMENT
         self.starts: list[int] = []
-        """Where the ranges begin that are given out, in order."""
+        """The starts of allocated ranges, in order."""
         self._starts: list[int] = [0] if self.capacity else []
         self._sizes: dict[int, int] = {0: self.capacity} if self.capacity else {}
         self._owned: dict[int, int] = {}
@@ -175,15 +175,15 @@ class RangeAllocator:
 
     @property
     def gaps(self) -> list[Range]:
-        """What is not given out, in order."""
+        """Free ranges, in order."""
         return [Range(start, self._sizes[start]) for start in self._starts]
 
     def end(self, start: int) -> int:
-        """Where a range that is given out ends, alignment included."""
+        """Where an allocated range ends, alignment included."""
         return start + self._owned[start]
 
     def allocate(self, size: int) -> Range | None:
-        """A range of at least `size` bytes, or None where no gap is large enough. `size` must be above 0."""
+        """A range of at least `size` bytes, or None if no gap is large enough. `size` must be above 0."""
         if size <= 0:
             raise ValueError("a range needs a size above 0")
         need = aligned(size)
@@ -210,7 +210,7 @@ class RangeAllocator:
         self._give(index, span.offset, need)
 
     def _give(self, index: int, start: int, need: int) -> None:
-        """Gives out `need` bytes of a gap; what is before them and behind them stays free."""
+        """Allocates `need` bytes of a gap; the rest of it stays free."""
         gap = self._starts[index]
         end = gap + self._sizes.pop(gap)
         left = [(at, size) for at, size in ((gap, start - gap), (start + need, end - start - need)) if size]
@@ -220,7 +220,7 @@ class RangeAllocator:
         bisect.insort(self.starts, start)
 
     def free(self, span: Range) -> None:
-        """Takes a range back and merges it with the gaps beside it."""
+        """Frees a range and merges it with adjacent gaps."""
         size = self._owned.pop(span.offset, None)
         if size is None:
             raise ValueError("this range is not allocated")

@@ -1,4 +1,4 @@
-"""What of an arena makes way for a large range: neighbours that are old, rather than the oldest wherever they lie."""
+"""Which ranges of an arena are evicted for a large one: old adjacent ones, rather than the oldest wherever they are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from common.shm.arena import Range, RangeAllocator, aligned
 
 LastUse = tuple[int, int]
-"""A class, of which the lower goes first, and within it a number that grows with each use."""
+"""A class, lower ones are evicted first, and within it a number that grows with each use."""
 
 _TRIES = 8
-"""Of the least recently used, how many are tried; more only where one of another class would have to go, or where so
-many are in vain: then those that are left are tried that have room around them."""
+"""How many of the least recently used are tried; more only if a range of another class would have to go, or if so many
+are in vain: then those left that have room around them are tried."""
 
 
 def make_room(
@@ -23,8 +23,8 @@ def make_room(
     held: Iterable[int],
     drop: Callable[[int], None],
 ) -> Range | None:
-    """A range of `size` bytes, for which `drop` frees a `window` where there is no gap; None, and nothing is dropped,
-    where that cannot be enough."""
+    """A range of `size` bytes, for which `drop` frees a `window` if there is no gap; None, without dropping anything,
+    if that cannot suffice."""
     if (span := ranges.allocate(size)) is not None:
         return span
     if going := window(ranges, size, oldest, last_use, held):
