@@ -19,7 +19,7 @@ from common.hardware import default_device, default_dtype
 from common.rows.wire import DType
 from llm_service.layers.weight_dtype import W8A8
 from llm_service.model_config.text import TextConfig
-from tests.checkpoints import SPECIAL_IDS, Family, make_checkpoint, redraw
+from testkit.checkpoints import SPECIAL_IDS, Family, make_checkpoint, redraw
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import part, processor, whole
 from tools.models.tiny import make_by

@@ -41,7 +41,7 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.memory import appended
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
-from tests import reference
+from testkit import reference
 
 _BATCHES = (1, 4, 8, 16)
 _CPU = torch.device("cpu")

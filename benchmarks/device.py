@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from common.gpu.graphs import Capture, CudaCapture
-from tests import triton_interpreter
+from testkit import triton_interpreter
 
 
 @dataclass(frozen=True, slots=True)

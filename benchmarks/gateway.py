@@ -6,7 +6,7 @@ by gRPC and as many through the gateway, and the next round begins with the othe
 time of an answer, so that the load is steady; or all at once, where the first token waits for the work of all. Every
 question is new: it begins with words that none before had, and the run fails where a prefix cache knew some of it. gRPC
 is what HTTP is compared with, so there is no other peer. With `--engine light`, tokens are hashes in place of a model's
-(tests/light), so that what surrounds it shows: the machine is full then, and what the gateway computes is missing
+(testkit/light), so that what surrounds it shows: the machine is full then, and what the gateway computes is missing
 elsewhere. With `--engine paced`, a step sleeps for 30 ms besides, as if a GPU computed it.
 
 A figure is the median of the rounds, with the least and the greatest; beside gRPC, of the differences in one round.
@@ -46,8 +46,8 @@ _WARM_UP_TOKENS = 4
 _SIDE = 224
 _MODULES = {
     "model": ("encoder_service", "llm_service"),
-    "light": ("tests.light.encoder", "tests.light.llm"),
-    "paced": ("tests.light.encoder", "benchmarks.paced_llm"),
+    "light": ("testkit.light.encoder", "testkit.light.llm"),
+    "paced": ("testkit.light.encoder", "benchmarks.paced_llm"),
 }
 """An encoder and an LLM service, by what computes in them."""
 

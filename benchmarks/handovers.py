@@ -32,7 +32,7 @@ from benchmarks.services import Running, running
 from benchmarks.sides import Timed
 from benchmarks.workload import QUESTION, Mark
 
-_ENCODER, _LLM, _ENGINE = "tests.light.encoder", "benchmarks.paced_llm", "benchmarks.paced_engine"
+_ENCODER, _LLM, _ENGINE = "testkit.light.encoder", "benchmarks.paced_llm", "benchmarks.paced_engine"
 _READY_SECONDS = 60.0
 _WARM_UP_TOKENS = 4
 _HALF_STEP = 0.0175

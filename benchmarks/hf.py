@@ -48,7 +48,7 @@ from llm_service.model_config.served import ServedModel
 from llm_service.models.known_text import known_text
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
-from tests.parity.local_engine import LocalEngine, Prompt
+from testkit.local_engine import LocalEngine, Prompt
 
 _CPU = torch.device("cpu")
 _CLOSE = 1e-3

@@ -27,7 +27,7 @@ from benchmarks.llm_device import Settings, config_of, make_runner, step
 from benchmarks.quantized import FORMS
 from common.gpu.device import told_waits
 from common.gpu.graphs import Capture, CaptureFailed, CudaCapture, first_of
-from tests import triton_interpreter
+from testkit import triton_interpreter
 
 _SECONDS = 45
 """For one kernel, its compilation included."""
@@ -151,8 +151,8 @@ def _attention(here: Place, counts: tuple[int, ...], kept: str = "auto") -> Tria
     from llm_service.layers.attention.choose import choose
     from llm_service.layers.attention.metadata import AttentionMetadata
     from llm_service.settings import CacheDtype
-    from tests.attention_cases import Case
-    from tests.plain_attention import paged_attention
+    from testkit.attention_cases import Case
+    from testkit.plain_attention import paged_attention
 
     heads = (4, 2, 64) if here.tiny else (32, 8, 128)
     case = Case.random(CacheShape(1, 100, 16, *heads), counts, here.dtype, 1, here.device)
@@ -213,7 +213,7 @@ def _tower_rotary(here: Place) -> Trial:
 
 
 def _pixels(here: Place) -> None:
-    from tests import pixel_cases
+    from testkit import pixel_cases
 
     sizes = ((1, 60, 80), (28, 56)) if here.tiny else ((1, 3024, 4032), (1036, 1400))
     pixel_cases.check_resize(*sizes, here.device.type)
@@ -271,13 +271,13 @@ def _experts(here: Place) -> Trial:
 
 
 def _adapters(here: Place) -> None:
-    from tests import adapter_cases
+    from testkit import adapter_cases
 
     adapter_cases.check_add(16, 300, (70, 20, 20), adapter_cases.BATCHES[1], here.dtype, here.device.type)
 
 
 def _convolutions(here: Place) -> None:
-    from tests import convolution_cases as cases
+    from testkit import convolution_cases as cases
 
     cases.check(cases.Case.drawn((48, 4) if here.tiny else (8192, 4), 71, here.dtype, here.device.type), (1, 70))
 
@@ -285,7 +285,7 @@ def _convolutions(here: Place) -> None:
 def _delta_net(here: Place) -> None:
     from llm_service.layers.gdn.backend import GdnShape
     from llm_service.layers.gdn.triton_backend import TritonBackend
-    from tests import gdn_cases as cases
+    from testkit import gdn_cases as cases
 
     shape = GdnShape(2, 4, 32, 16) if here.tiny else GdnShape(16, 32, 128, 128)
     case = cases.Case.drawn(shape, 71, here.dtype, here.device.type)
@@ -295,7 +295,7 @@ def _delta_net(here: Place) -> None:
 def _mamba2(here: Place) -> None:
     from llm_service.layers.mamba2.backend import Mamba2Shape
     from llm_service.layers.mamba2.triton_backend import TritonBackend
-    from tests import mamba2_cases as cases
+    from testkit import mamba2_cases as cases
 
     shape = Mamba2Shape(1, 3, 32, 16) if here.tiny else Mamba2Shape(8, 64, 64, 128, least_step=0.001)
     case = cases.Case.drawn(shape, 71, here.dtype, here.device.type)
@@ -305,7 +305,7 @@ def _mamba2(here: Place) -> None:
 def _kda(here: Place) -> None:
     from llm_service.layers.kda.backend import KdaShape
     from llm_service.layers.kda.triton_backend import TritonBackend
-    from tests import gdn_cases, kda_cases
+    from testkit import gdn_cases, kda_cases
 
     shape = KdaShape(2, 32) if here.tiny else KdaShape(32, 128)
     case = kda_cases.Case.drawn(shape, 71, here.dtype, device=here.device.type)
@@ -313,7 +313,7 @@ def _kda(here: Place) -> None:
 
 
 def _steps(here: Place) -> None:
-    from tests import shape_cases
+    from benchmarks import shape_cases
 
     shape_cases.check_graphs_on_random_steps(here.device, "triton", 2 if here.tiny else 20)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from llm_service.engine.process import serve
-from tests.light.engine import load
+from testkit.light.engine import load
 
 STEP_SECONDS = 0.03
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.checkpoint import PIXELS
 from benchmarks.shapes import MODEL, TINY, TINY_TOWER, TOWER
 from common.hardware import default_device
-from tests.checkpoints import make_checkpoint
+from testkit.checkpoints import make_checkpoint
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 

@@ -19,7 +19,7 @@ from common.checkpoints.checkpoint import Checkpoint
 from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
-from tests import reference
+from testkit import reference
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from benchmarks.sides import Job, Measured, Timed, measure
 from benchmarks.workload import Question
 from common.checkpoints.checkpoint import Checkpoint
 from common.hardware import default_device, default_dtype
-from tests import reference
+from testkit import reference
 
 
 class _Clock:

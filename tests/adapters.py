@@ -33,7 +33,7 @@ def make_adapter(
 ) -> Path:
     """Writes an adapter for a checkpoint's decoder into a folder: of matrices by their names' last parts, but experts'
     and routers'. Rows change by about `strength` times what the base makes of them."""
-    from tests import reference
+    from testkit import reference
 
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}

@@ -20,9 +20,10 @@ from hypothesis import HealthCheck, settings
 from common.hardware import cuda_device_count
 from common.hf.description import is_too_old
 from common.process.children import ChildProcess
-from tests import kernels_in_turn, quick_collection, quick_hf, triton_interpreter
+from testkit import triton_interpreter
+from testkit.forkserver import forkserver
+from tests import kernels_in_turn, quick_collection, quick_hf
 from tests.clock import Forward
-from tests.forkserver import forkserver
 
 # Before anything imports torch: tiny models are fastest on one thread, and teams of threads that share cores with
 # other processes spin against each other. The services that tests start inherit it.
@@ -132,7 +133,7 @@ settings.register_profile("short suite", max_examples=40, **_ANY_MACHINE)
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes tiny random checkpoints, each kind once: `checkpoints("qwen3_vl", layout="saved", sharded=True)`."""
-    from tests.checkpoints import make_checkpoint
+    from testkit.checkpoints import make_checkpoint
 
     made: dict[tuple[Any, ...], Path] = {}
 

@@ -1,6 +1,6 @@
 """Services as child processes of a test: started on a free port, stopped with SIGTERM, checked for leavings.
 
-They are light (`tests.light`) unless a test says `light=False`, as those do that are about what is computed.
+They are light (`testkit.light`) unless a test says `light=False`, as those do that are about what is computed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
 
-from tests import forkserver
-from tests.forkserver import TITLE, Forked
+from testkit import forkserver
+from testkit.forkserver import TITLE, Forked
 from tests.waiting import until
 from tests.with_parent import with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 _READY = "ready "
 _STOP_SECONDS = 120
-_ENCODER = {True: "tests.light.encoder", False: "encoder_service"}
-_LLM = {True: "tests.light.llm", False: "llm_service"}
+_ENCODER = {True: "testkit.light.encoder", False: "encoder_service"}
+_LLM = {True: "testkit.light.llm", False: "llm_service"}
 Process: TypeAlias = subprocess.Popen[str] | Forked
-_LIGHT = {"encoder_service.worker": "tests.light.worker", "llm_service.engine": "tests.light.engine"}
+_LIGHT = {"encoder_service.worker": "testkit.light.worker", "llm_service.engine": "testkit.light.engine"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def launch(
 
     Asserts that it ends with `exit_code` (None: any), that no process of its is left, nothing in /dev/shm that one of
     them had mapped, and nothing held at its end by its own account. A service that ends before it is ready raises
-    RuntimeError with its log. Where `fork` allows it, `tests.forkserver` saves it most imports.
+    RuntimeError with its log. Where `fork` allows it, `testkit.forkserver` saves it most imports.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

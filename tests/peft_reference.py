@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests import reference
+from testkit import reference
 
 from peft import LoraConfig, PeftModel, get_peft_model  # isort: skip - it imports transformers
 from peft.utils.other import get_pattern_key  # isort: skip

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 
 from compressed_tensors.compressors.base import BaseCompressor  # isort: skip
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8  # isort: skip

@@ -10,8 +10,8 @@ import torch
 
 from llm_service.layers.ops import TORCH, RowOps, apply_rotary
 from llm_service.request import SamplingParams
+from testkit.local_engine import LocalEngine, Outcome, make_prompt
 from tests import kernel_layout, pictures
-from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 NORMS = ((1, 64), (3, 96), (2, 4096))

@@ -133,7 +133,7 @@ def ground_floor(tree: Tree) -> list[str]:
 def services_apart(tree: Tree) -> list[str]:
     """A service imports its own modules, `common`, the contract and the release, and nothing else of ours but what
     whoever opens a connection needs: what its files must hold, and what it means that it failed."""
-    ours = {"common", "twinlens", *SERVICES, GATEWAY, "tests", "tools", "benchmarks"}
+    ours = {"common", "twinlens", *SERVICES, GATEWAY, "tests", "testkit", "tools", "benchmarks"}
     shared = ("common.*", "twinlens.v1.*", "twinlens.__version__", "twinlens._version.*", *LINKING)
     found = []
     for service in ("common", *SERVICES, GATEWAY):
@@ -287,6 +287,16 @@ def short_heads(tree: Tree) -> list[str]:
     ]
 
 
+def only_tests_import_tests(tree: Tree) -> list[str]:
+    """Nothing imports tests but tests. What they share with benchmarks and tools is in `testkit`, which imports no
+    benchmark either."""
+    found = []
+    for owner, forbidden in (("testkit", {"tests", "benchmarks"}), ("benchmarks", {"tests"}), ("tools", {"tests"})):
+        for module in tree.matching(f"{owner}.*"):
+            found += [f"{module.name} → {each.name}" for each in module.imports if service_of(each.name) in forbidden]
+    return found
+
+
 def threads_of_the_start(tree: Tree) -> list[str]:
     """Work for a thread goes to `common.aio.tasks.to_thread`: asyncio starts threads when there is work, if it can."""
     found = []
@@ -318,6 +328,16 @@ RULES: tuple[Callable[[Tree], list[str]], ...] = (
 def whole_tree() -> Tree:
     """All packages: read by the process that runs these tests, not by all that collect them."""
     return Tree.read(ROOT, ("common", *SERVICES, GATEWAY, "twinlens"))
+
+
+@cache
+def workshop() -> Tree:
+    """What is not served: tests' and benchmarks' common ground, benchmarks and tools."""
+    return Tree.read(ROOT, ("testkit", "benchmarks", "tools"))
+
+
+def test_nothing_imports_tests() -> None:
+    assert only_tests_import_tests(workshop()) == []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -383,6 +403,9 @@ def test_the_house_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
             downwards,
             {"encoder_service/models/a": "from ..worker import b", "encoder_service/worker/b": ""},
         ),
+        (only_tests_import_tests, {"benchmarks/a": "def f():\n    from tests import launch"}),
+        (only_tests_import_tests, {"tools/a": "from tests.launch import launch"}),
+        (only_tests_import_tests, {"testkit/a": "from benchmarks.device import Machine"}),
         (no_circles, {"common/a": "from common import b", "common/b": "def f():\n    import common.a"}),
         (no_circles, {"common/a": "import common.b", "common/b": "if TYPE_CHECKING:\n    import common.a"}),
         (nothing_unsafe, {"common/a": "import pickle"}),

@@ -71,7 +71,7 @@ def _model(folder: Path) -> Path:
     if _is_here():
         print(f"model: {_MODEL}, the small trained checkpoint of this repository")
         return _MODEL
-    from tests.checkpoints import make_checkpoint
+    from testkit.checkpoints import make_checkpoint
 
     print(f"model: {_MODEL} is not here, so this is a small RANDOM checkpoint: its words mean nothing")
     make_checkpoint("qwen3_vl", folder / "random")

@@ -11,7 +11,7 @@ from llm_service.engine.process import Loaded, serve
 from llm_service.engine.step_queue import StepUnderWay
 from llm_service.plan import Masks, StepMemoryError, StepPlan, StepResult
 from llm_service.settings import EngineSettings
-from tests.light import engine
+from testkit.light import engine
 
 DEADLY = 13
 """Whoever has a bias for this token, and penalties, kills the engine at its sixth token."""

@@ -37,4 +37,4 @@ async def _compute_or_die(self: Pipeline, flight: Flight, *given: Any) -> Entry:
 if __name__ == "__main__":
     Pipeline.compute = _compute_or_die  # type: ignore[method-assign]
     EncoderServicer.GetLoad = _get_load_and_tell  # type: ignore[method-assign]
-    main(worker="tests.light.worker")
+    main(worker="testkit.light.worker")

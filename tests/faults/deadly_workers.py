@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from encoder_service.__main__ import main
-from tests.light import worker
+from testkit.light import worker
 
 _rows = worker.rows
 

@@ -274,7 +274,7 @@ def test_sigterm_while_the_engine_still_loads_ends_at_once(checkpoint: Path) -> 
 
 def test_a_front_that_is_killed_takes_its_engine_with_it(checkpoint: Path) -> None:
     flags = [ANY_PORT, "--threads=1", "--kv-cache-bytes=4MiB", "--row-cache-bytes=1MiB"]
-    with launch("tests.light.llm", f"--model={checkpoint}", *flags, exit_code=-signal.SIGKILL) as service:
+    with launch("testkit.light.llm", f"--model={checkpoint}", *flags, exit_code=-signal.SIGKILL) as service:
         engine = engine_of(service)
         service.process.kill()
         until(lambda: not command_line(engine), "the engine is gone")

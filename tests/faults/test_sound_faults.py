@@ -12,7 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests import audio_checkpoint, sounds
+from testkit import audio_checkpoint
+from tests import sounds
 from tests.launch import encoder_server, llm_server, send, stop, stopped
 from tests.rpc.encoder_client import DECODER, WORKER, Client, follow, frozen
 from tests.rpc.pairs import (

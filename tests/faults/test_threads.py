@@ -31,7 +31,7 @@ def at_once(ask: Callable[[int], Said]) -> list[Said]:
 def test_an_llm_service_goes_on_with_the_threads_that_it_has(checkpoint: Path) -> None:
     flags = (f"--model={checkpoint}", "--listen=127.0.0.1:0", "--kv-cache-bytes=32MiB", "--row-cache-bytes=16MiB")
     with (
-        launch("tests.faults.threadless", "tests.light.llm", *flags, fork=False) as llm,
+        launch("tests.faults.threadless", "testkit.light.llm", *flags, fork=False) as llm,
         LlmClient(llm.address) as client,
     ):
         counts = at_once(lambda number: len(client.tokenize(LONG + str(number))))
@@ -44,7 +44,7 @@ def test_an_encoder_goes_on_with_the_threads_that_it_has(checkpoint: Path) -> No
     flags = (f"--model={checkpoint}", "--listen=127.0.0.1:0", "--decode-processes=1", "--store-bytes=64MiB")
     files = [pictures.encoded(pictures.noise(640, 480, 9_900 + number)) for number in range(CALLERS)]
     with (
-        launch("tests.faults.threadless", "tests.light.encoder", *flags, fork=False) as encoder,
+        launch("tests.faults.threadless", "testkit.light.encoder", *flags, fork=False) as encoder,
         EncoderClient(encoder.address) as client,
     ):
         ends = at_once(lambda number: [event.WhichOneof("event") for event in client.encode(image(files[number]))][-1])

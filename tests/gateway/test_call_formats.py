@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import SPECIAL_IDS, VOCABULARY
+from testkit.checkpoints import SPECIAL_IDS, VOCABULARY
 from tests.gateway.trio import Trio, said, trio
 from tests.rpc.pairs import answer, asked
 from twinlens import LlmClient, user, v1

@@ -15,9 +15,9 @@ import grpc
 import openai
 import pytest
 
+from testkit.light.slow import SLOW
 from tests.gateway.scripted import scripted
 from tests.gateway.trio import Trio, fronted, said, trio
-from tests.light.slow import SLOW
 from tests.unit.twinlens.fakes import WORDS
 from tests.waiting import until
 from twinlens import v1

@@ -14,8 +14,8 @@ from typing import Any
 import openai
 import pytest
 
+from testkit.light.slow import SLOW
 from tests.gateway.trio import Trio, fronted, said
-from tests.light.slow import SLOW
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import pictures, reference
+from testkit import reference
+from tests import pictures
 from tests.gateway.scripted import Scripted, scripted
 from tests.gateway.trio import Reply, Trio, fronted, image, text, video
 from tests.rpc.pairs import pair

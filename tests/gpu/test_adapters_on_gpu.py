@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests import adapter_cases
+from testkit import adapter_cases
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ from encoder_service.families import config
 from encoder_service.item import Inspection
 from encoder_service.models.tower import load_tower
 from encoder_service.worker.patches import preprocess, resize
+from testkit.checkpoints import TOWERS
 from tests import pictures
-from tests.checkpoints import TOWERS
 from tests.launch import encoder_server
 from tests.rpc.encoder_client import Client, film, image
 

@@ -12,8 +12,8 @@ from llm_service.layers.gdn import fla_rule
 from llm_service.layers.gdn.backend import GdnShape
 from llm_service.layers.gdn.choose import choose
 from llm_service.layers.gdn.triton_backend import TritonBackend
-from tests import gdn_cases
-from tests.gdn_cases import Case
+from testkit import gdn_cases
+from testkit.gdn_cases import Case
 
 pytestmark = pytest.mark.gpu
 

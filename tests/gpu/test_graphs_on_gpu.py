@@ -13,8 +13,8 @@ from encoder_service.families import config
 from encoder_service.models.attention import candidates
 from encoder_service.models.tower import PackedTower, load_tower
 from encoder_service.worker.graphs import LADDER, GraphedTower, budgets_for
+from testkit.checkpoints import TOWERS
 from tests import pictures
-from tests.checkpoints import TOWERS
 from tests.launch import encoder_server
 from tests.rpc.encoder_client import Client, film, image
 from tests.scrape import scrape

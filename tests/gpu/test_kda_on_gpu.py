@@ -11,8 +11,8 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.kda.backend import KdaShape
 from llm_service.layers.kda.choose import choose
 from llm_service.layers.kda.triton_backend import TritonBackend
-from tests import gdn_cases
-from tests.kda_cases import Case
+from testkit import gdn_cases
+from testkit.kda_cases import Case
 
 pytestmark = pytest.mark.gpu
 

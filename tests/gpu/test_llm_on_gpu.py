@@ -31,10 +31,10 @@ from llm_service.worker.load import load_rank
 from llm_service.worker.memory import largest_step
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.wait_trial import unmeant_waits
+from testkit.attention_cases import WAYS, Case, shape_of
+from testkit.checkpoints import Family
+from testkit.local_engine import LocalEngine, make_prompt
 from tests import pictures
-from tests.attention_cases import WAYS, Case, shape_of
-from tests.checkpoints import Family
-from tests.parity.local_engine import LocalEngine, make_prompt
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.choose import choose
 from llm_service.layers.mamba2.triton_backend import TritonBackend
-from tests import mamba2_cases
-from tests.mamba2_cases import Case
+from testkit import mamba2_cases
+from testkit.mamba2_cases import Case
 
 pytestmark = pytest.mark.gpu
 

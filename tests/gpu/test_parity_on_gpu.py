@@ -13,9 +13,10 @@ from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
 from llm_service.request import SamplingParams
-from tests import pictures, reference
-from tests.checkpoints import FAMILIES, Family
-from tests.parity.local_engine import LocalEngine, make_prompt
+from testkit import reference
+from testkit.checkpoints import FAMILIES, Family
+from testkit.local_engine import LocalEngine, make_prompt
+from tests import pictures
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from encoder_service.families.qwen_processors import ImageProcessor
 from encoder_service.worker import patches
 from encoder_service.worker.pixel_ring import CudaLoader, PixelRing, way_into
-from tests import pixel_cases
+from testkit import pixel_cases
 
 pytestmark = pytest.mark.gpu
 

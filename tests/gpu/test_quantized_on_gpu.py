@@ -23,9 +23,10 @@ from llm_service.layers.quantized_weight import Number, QuantizedWeight, rounded
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
 from llm_service.worker.weights import describe
-from tests import pictures, reference
-from tests.checkpoints import Family
-from tests.parity.local_engine import LocalEngine, make_prompt
+from testkit import reference
+from testkit.checkpoints import Family
+from testkit.local_engine import LocalEngine, make_prompt
+from tests import pictures
 from tests.random_weights import experts, random_weight
 from tools.models.w8a8 import W8A8
 

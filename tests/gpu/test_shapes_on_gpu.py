@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import shape_cases
 from common.hardware import E4M3_CAPABILITY
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.settings import CacheDtype
-from tests import shape_cases
-from tests.attention_cases import WAYS, Case, latents_of
+from testkit.attention_cases import WAYS, Case, latents_of
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from llm_service.layers.gpu.short_convolution import ConvolutionKernelBackend
 from llm_service.layers.short_convolution import backend_on
-from tests import convolution_cases
-from tests.convolution_cases import COUNTS, SIZES, Case, segments_of
+from testkit import convolution_cases
+from testkit.convolution_cases import COUNTS, SIZES, Case, segments_of
 
 pytestmark = pytest.mark.gpu
 

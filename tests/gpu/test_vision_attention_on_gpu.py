@@ -13,7 +13,7 @@ from encoder_service.families import config
 from encoder_service.models.attention import BACKENDS, Sdpa, candidates, choose
 from encoder_service.models.tower import load_tower
 from encoder_service.models.varlen_attention import tile_rows, tiles, varlen_attention
-from tests.checkpoints import TOWERS
+from testkit.checkpoints import TOWERS
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.decoder import Decoder
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.worker.caches import Caches
-from tests import reference
-from tests.parity.local_engine import Part, Prompt
+from testkit import reference
+from testkit.local_engine import Part, Prompt
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe
 

@@ -13,8 +13,8 @@ import torch
 from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.graphs import CaptureBounds, GraphRunner
 from llm_service.worker.model_runner import ModelRunner
-from tests.parity.local_engine import LocalEngine
-from tests.plain_attention import PlainTables
+from testkit.local_engine import LocalEngine
+from testkit.plain_attention import PlainTables
 from tests.plain_states import plain_states
 
 PEOPLE = 6

@@ -17,8 +17,8 @@ import torch
 from llm_service.layers.adapters import AdapterKernel
 from llm_service.model_config.name_patterns import Budget, NamePattern
 from llm_service.request import Pooling, PromptLayout, SamplingParams
+from testkit.local_engine import LocalEngine, Prompt, make_prompt
 from tests.adapters import ALL, ATTENTION
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.peft_reference import PeftReference, fits_for_peft
 from tests.pictures import noise
 from tests.unit.llm_service.test_name_patterns import NAMES, WRITTEN

@@ -25,7 +25,7 @@ from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.known_text import known_text
 from llm_service.models.trial import Finding, try_config, try_ours, try_out
 from llm_service.request import SamplingParams
-from tests.parity.hf_side import GREEDY, Served, compare
+from testkit.hf_side import GREEDY, Served, compare
 from tools.models.compare import OURS
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS, TWO, VIDEO, Part, picture

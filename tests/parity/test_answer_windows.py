@@ -25,11 +25,11 @@ from llm_service.models.loader import HEAD
 from llm_service.models.trial import try_ours_of
 from llm_service.request import PromptLayout, TokenPrompt
 from llm_service.settings import CacheDtype
+from testkit.hf_side import GREEDY, Served
+from testkit.local_engine import LocalEngine, Prompt, misled_drafts
+from testkit.reference import CACHE
 from tests.parity.cases import RoundingCache
 from tests.parity.graphed import graphed
-from tests.parity.hf_side import GREEDY, Served
-from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
-from tests.reference import CACHE
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import TOKENS, Reference

@@ -20,7 +20,7 @@ from llm_service.layers.mlp import squared_relu
 from llm_service.layers.xielu import Xielu
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of
-from tests.parity.hf_side import Served
+from testkit.hf_side import Served
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe, make
 

@@ -18,11 +18,11 @@ from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.linear import PackedLinear
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
-from tests import reference
+from testkit import reference
+from testkit.checkpoints import make_checkpoint
+from testkit.local_engine import LocalEngine, Prompt, make_prompt
 from tests.adapters import make_adapter
-from tests.checkpoints import make_checkpoint
 from tests.parity.cases import prompt_logits
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.quantized import FORMATS, quantize_checkpoint
 from tests.tiles import WAYS, multiply_by
 

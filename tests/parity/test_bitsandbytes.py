@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from common.checkpoints.checkpoint import Checkpoint
-from tests import reference
-from tests.checkpoints import Family
-from tests.parity.hf_side import GREEDY, Served
-from tests.parity.local_engine import LocalEngine, make_prompt
+from testkit import reference
+from testkit.checkpoints import Family
+from testkit.hf_side import GREEDY, Served
+from testkit.local_engine import LocalEngine, make_prompt
 from tests.parity.test_encoder_parity import ROWS, Ours
 from tests.parity.test_hf_quantized import TEXT
 from tests.quantized import by_bitsandbytes, quantize_checkpoint, rows_of_blocks

@@ -23,12 +23,12 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
 from llm_service.settings import CacheDtype
-from tests import reference
+from testkit import reference
+from testkit.hf_side import Served
+from testkit.local_engine import LocalEngine, make_prompt
 from tests.cache_scales import STATED, WEIGHTS, Scales, publish
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.cases import PROMPTS
-from tests.parity.hf_side import Served
-from tests.parity.local_engine import LocalEngine, make_prompt
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.prompts import PROMPTS as PICTURES
 from tools.models.recipes import RECIPES

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from llm_service.engine.messages import Counters
 from llm_service.request import SamplingParams
+from testkit.local_engine import LocalEngine, Prompt, make_prompt
 from tests.parity.cases import PARTS, SAMPLINGS
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 
 TIGHT: dict[str, Any] = {"step_tokens": 24, "blocks": 9, "prefix_cache": True}
 

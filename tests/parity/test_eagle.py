@@ -26,11 +26,11 @@ from llm_service.worker.draft_loader import load_draft_model, load_eagle_head
 from llm_service.worker.memory import appended
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
-from tests import reference
-from tests.checkpoints import Family
+from testkit import reference
+from testkit.checkpoints import Family
+from testkit.local_engine import LocalEngine, Prompt, make_prompt
 from tests.eagle_checkpoint import HEAD_DIM, HEADS, KV_HEADS, eagle_head
 from tests.parity.cases import PARTS
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 
 from transformers import GraniteConfig, GraniteForCausalLM  # isort: skip
 

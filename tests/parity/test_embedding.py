@@ -14,12 +14,12 @@ from PIL import Image
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.request import Pooling
-from tests import reference
-from tests.checkpoints import Family
+from testkit import reference
+from testkit.checkpoints import Family
+from testkit.hf_side import Served
+from testkit.local_engine import LocalEngine, Part, Prompt, make_prompt
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.graphed import graphed
-from tests.parity.hf_side import Served
-from tests.parity.local_engine import LocalEngine, Part, Prompt, make_prompt
 from tools.models.prompts import PROMPTS as PROMPTS_OF_ANY
 from tools.models.reference import Reference
 from tools.models.tiny import make

@@ -19,8 +19,9 @@ from encoder_service.families.qwen_processors import ImageProcessor, VideoProces
 from encoder_service.item import Inspection, Plan
 from encoder_service.models.tower import Tower, load_tower
 from encoder_service.worker.patches import preprocess
-from tests import pictures, reference
-from tests.checkpoints import TOWERS, Family
+from testkit import reference
+from testkit.checkpoints import TOWERS, Family
+from tests import pictures
 
 PHOTOGRAPHS = [
     pictures.photograph("astronaut"),

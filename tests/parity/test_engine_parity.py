@@ -13,10 +13,10 @@ import torch
 from llm_service.engine.block_manager import BlockTable
 from llm_service.engine.sequence import Sequence
 from llm_service.request import SamplingParams
-from tests import reference
-from tests.checkpoints import Family
+from testkit import reference
+from testkit.checkpoints import Family
+from testkit.local_engine import LocalEngine, Prompt, make_prompt
 from tests.parity.cases import PARTS, SAMPLINGS
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 from llm_service.request import SamplingParams
 from llm_service.settings import CacheDtype
-from tests import reference
+from testkit import reference
+from testkit.local_engine import LocalEngine, make_prompt
 from tests.parity.cases import PROMPTS
-from tests.parity.local_engine import LocalEngine, make_prompt
 
 TOKENS = 32
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)

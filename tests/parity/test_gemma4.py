@@ -35,9 +35,9 @@ from llm_service.models.trial import try_config, try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.request import Pooling
 from llm_service.worker.model_runner import ModelRunner
+from testkit.hf_side import GREEDY, Served, compare
+from testkit.local_engine import Prompt
 from tests.parity.graphed import graphed
-from tests.parity.hf_side import GREEDY, Served, compare
-from tests.parity.local_engine import Prompt
 from tests.parity.thread_ranks import on_ranks
 from tools.models.compare import OURS
 from tools.models.drawn_prompts import drawn_prompt

@@ -19,7 +19,7 @@ from common.hf import rows as hf_rows
 from common.hf.description import Refusal
 from common.hf.small_models import redraw_corrections
 from llm_service.models.hf import attention as hf_attention
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tools.models.tiny import config_of_recipe, make
 
 from transformers.activations import ACT2CLS  # isort: skip

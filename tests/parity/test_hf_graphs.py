@@ -23,9 +23,9 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.capture_trial import what_waits
 from llm_service.worker.capture_watch import WaitWatch
 from llm_service.worker.graphs import GraphKind, decode_sizes
+from testkit.hf_side import GREEDY, Served
+from testkit.plain_attention import PlainTables
 from tests.parity.graphed import PEOPLE, graphed
-from tests.parity.hf_side import GREEDY, Served
-from tests.plain_attention import PlainTables
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.prompts import PROMPTS
 from tools.models.reference import Reference

@@ -21,7 +21,7 @@ from encoder_service.media.messages import PlanItem, WrongLength
 from encoder_service.models.hf.tower import HfTower
 from encoder_service.models.processor import ItemProcessor
 from encoder_service.worker import planner
-from tests.parity.hf_side import GREEDY, Served, compare
+from testkit.hf_side import GREEDY, Served, compare
 from tools.models.compare import OURS
 from tools.models.prompts import SOUND, TWO_SOUNDS, picture, tones
 from tools.models.recipes.spans import GEMMA4_HEARING

@@ -25,8 +25,8 @@ from llm_service.models.hf import decoder as hf_decoder
 from llm_service.models.hf.loader import load_hf_decoder
 from llm_service.models.hf.text import text_alone
 from llm_service.worker.caches import Caches
-from tests.parity.hf_side import GREEDY, Served, compare
-from tests.parity.local_engine import LocalEngine, make_prompt
+from testkit.hf_side import GREEDY, Served, compare
+from testkit.local_engine import LocalEngine, make_prompt
 from tools.models.compare import OURS
 from tools.models.prompts import PROMPTS, SOUND, VIDEO, picture, sounding_prompts
 from tools.models.recipes import RECIPES

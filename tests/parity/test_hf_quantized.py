@@ -26,7 +26,7 @@ from llm_service.models.hf.text import text_alone
 from llm_service.models.quantized import quantized_modules
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.worker.weights import describe as weights_of
-from tests.parity.hf_side import GREEDY, Served
+from testkit.hf_side import GREEDY, Served
 from tests.parity.thread_ranks import on_ranks
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.drawn_prompts import drawn_prompt

@@ -18,8 +18,8 @@ from encoder_service.media.messages import PlanItem
 from encoder_service.media.planner import HfPlanner, PlannerTimes
 from encoder_service.worker import planner as planner_process
 from encoder_service.worker.hf.batches import ByShape, Made
+from testkit.hf_side import GREEDY, Served
 from tests.bad_sounds import BAD
-from tests.parity.hf_side import GREEDY, Served
 from tools.models.prompts import tones
 from tools.models.reference import Reference
 from tools.models.tiny import make

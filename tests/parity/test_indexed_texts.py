@@ -17,9 +17,9 @@ from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.worker.rank_memory import check_small_cache
 from llm_service.worker.weights import describe as weights_of
+from testkit.hf_side import GREEDY, Served, foreseen
 from tests.parity.cases import drawn_logits
 from tests.parity.graphed import graphed
-from tests.parity.hf_side import GREEDY, Served, foreseen
 from tests.parity.thread_ranks import on_ranks
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.prompts import PROMPTS

@@ -9,10 +9,10 @@ import pytest
 
 from llm_service.request import SamplingParams
 from llm_service.settings import CacheDtype
-from tests import reference
-from tests.checkpoints import Family
+from testkit import reference
+from testkit.checkpoints import Family
+from testkit.local_engine import LocalEngine, make_prompt
 from tests.parity.cases import PROMPTS, RoundingCache
-from tests.parity.local_engine import LocalEngine, make_prompt
 
 TOKENS = 32
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)

@@ -28,8 +28,8 @@ from encoder_service.models.tower import Tower, load_tower
 from encoder_service.worker.tiles import preprocess
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
-from tests.internvl_checkpoint import KINDS, MOST_TILES, PROMPTS, make_internvl
-from tests.parity.local_engine import LocalEngine, Prompt
+from testkit.internvl_checkpoint import KINDS, MOST_TILES, PROMPTS, make_internvl
+from testkit.local_engine import LocalEngine, Prompt
 from tools.demo_media import film
 from tools.models.prompts import Film, Part, picture
 from tools.models.reference import TOKENS, Reference

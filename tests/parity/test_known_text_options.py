@@ -23,12 +23,12 @@ from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder
 from llm_service.worker.draft_loader import load_eagle_head
 from llm_service.worker.weights import describe as weights_of
+from testkit.hf_side import GREEDY, Served, foreseen
+from testkit.local_engine import Prompt
 from tests.adapters import ATTENTION
 from tests.eagle_checkpoint import eagle_head
 from tests.parity.cases import drawn_logits
 from tests.parity.graphed import PEOPLE, graphed
-from tests.parity.hf_side import GREEDY, Served, foreseen
-from tests.parity.local_engine import Prompt
 from tests.parity.thread_ranks import on_ranks
 from tests.peft_reference import PeftReference
 from tests.quantized import FORMATS, quantize_checkpoint

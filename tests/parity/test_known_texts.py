@@ -31,8 +31,8 @@ from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.names import own_names
 from llm_service.models.known_text import known_text
 from llm_service.models.trial import try_ours_of
-from tests.attention_cases import otherwise
-from tests.parity.hf_side import GREEDY, Served, compare, with_text
+from testkit.attention_cases import otherwise
+from testkit.hf_side import GREEDY, Served, compare, with_text
 from tools.models.compare import OURS
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS

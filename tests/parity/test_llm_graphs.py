@@ -22,14 +22,14 @@ from llm_service.plan import Chunk
 from llm_service.request import SamplingParams
 from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.graphs import CaptureBounds, Graph, GraphKind, decode_sizes, prefill_sizes
+from testkit.checkpoints import Family
+from testkit.local_engine import LocalEngine, Prompt, make_prompt
+from testkit.plain_attention import PlainTables
 from tests import pictures
 from tests.adapters import make_adapter
-from tests.checkpoints import Family
 from tests.eagle_checkpoint import eagle_head
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.graphed import PEOPLE, Again, graphed
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
-from tests.plain_attention import PlainTables
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 

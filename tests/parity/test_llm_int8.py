@@ -14,7 +14,7 @@ from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.worker.caches import Caches
-from tests.checkpoints import Family
+from testkit.checkpoints import Family
 
 CPU = torch.device("cpu")
 TOKENS = 120

@@ -18,10 +18,10 @@ from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
 from llm_service.worker.caches import Caches
-from tests import reference
-from tests.checkpoints import Family, make_checkpoint
+from testkit import reference
+from testkit.checkpoints import Family, make_checkpoint
+from testkit.local_engine import LocalEngine, Prompt, make_prompt
 from tests.parity.cases import PROMPTS, coarse_picture
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 BRIEF = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

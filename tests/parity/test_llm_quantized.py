@@ -30,9 +30,9 @@ from llm_service.models.loader import load_decoder
 from llm_service.models.quantization_config import quantization_of
 from llm_service.request import SamplingParams
 from llm_service.worker.weights import describe
-from tests import reference
-from tests.checkpoints import Family
-from tests.parity.local_engine import LocalEngine, make_prompt
+from testkit import reference
+from testkit.checkpoints import Family
+from testkit.local_engine import LocalEngine, make_prompt
 from tests.quantized import FORMATS, quantize_checkpoint
 
 CPU = torch.device("cpu")

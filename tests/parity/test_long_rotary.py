@@ -16,7 +16,7 @@ from common.hf import models as hf_models
 from llm_service.families.family import FAR
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.rotary import LongRotary
-from tests.parity.hf_side import GREEDY, Served
+from testkit.hf_side import GREEDY, Served
 from tools.models.prompts import Part, picture
 from tools.models.recipes import RECIPES
 from tools.models.reference import TOKENS, Reference

@@ -32,7 +32,7 @@ from llm_service.models.hf.text import text_alone
 from llm_service.models.trial import try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.models.trial_prompts import TrialPrompt
-from tests.parity.hf_side import GREEDY, Served
+from testkit.hf_side import GREEDY, Served
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import Reference

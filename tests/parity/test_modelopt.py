@@ -23,10 +23,10 @@ from llm_service.models.loader import load_decoder
 from llm_service.models.quantization_config import quantization_of
 from llm_service.request import SamplingParams
 from llm_service.worker.weights import describe
-from tests import reference
+from testkit import reference
+from testkit.hf_side import GREEDY, Served
+from testkit.local_engine import LocalEngine, make_prompt
 from tests.modelopt_checkpoints import Experts, modelopt_config, publish, state
-from tests.parity.hf_side import GREEDY, Served
-from tests.parity.local_engine import LocalEngine, make_prompt
 from tools.models.prompts import PROMPTS
 from tools.models.reference import Reference
 from tools.models.tiny import make

@@ -16,10 +16,10 @@ from llm_service.models.loader import load_decoder
 from llm_service.plan import StepPlan
 from llm_service.request import SamplingParams
 from llm_service.worker.draft_loader import load_mtp_layer
-from tests import reference
+from testkit import reference
+from testkit.local_engine import LocalEngine, Prompt, make_prompt
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.cases import PARTS
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
 

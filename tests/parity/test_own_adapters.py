@@ -18,7 +18,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.server import _adapter_settings
 from llm_service.settings import EngineSettings
 from llm_service.worker.load_adapters import adapter_reader
-from tests.parity.hf_side import GREEDY, Served, compare
+from testkit.hf_side import GREEDY, Served, compare
 from tools.models.compare import OURS
 from tools.models.prompts import SOUND, Part, tones
 from tools.models.recipes.sounds import HEARING_BY_ADAPTER

@@ -17,8 +17,9 @@ from common.rows.wire import DType, RowLayout
 from encoder_service.engine.pruning import choose, pruned
 from encoder_service.item import Plan
 from llm_service.request import SamplingParams
-from tests import pictures, reference
-from tests.parity.local_engine import LocalEngine, make_prompt
+from testkit import reference
+from testkit.local_engine import LocalEngine, make_prompt
+from tests import pictures
 
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
 

@@ -26,11 +26,11 @@ from llm_service.models.quantized import check_weight_dtype
 from llm_service.request import SamplingParams
 from llm_service.worker.draft_loader import load_eagle_head
 from llm_service.worker.weights import describe
-from tests import reference
-from tests.checkpoints import Family
+from testkit import reference
+from testkit.checkpoints import Family
+from testkit.local_engine import LocalEngine, Prompt, make_prompt
 from tests.eagle_checkpoint import eagle_head
 from tests.parity.cases import prompt_logits
-from tests.parity.local_engine import LocalEngine, Prompt, make_prompt
 from tests.quantized import FORMATS, quantize_checkpoint
 from tools.models.w8a8 import W8A8, to_w8a8
 

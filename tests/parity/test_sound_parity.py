@@ -15,7 +15,8 @@ from encoder_service.families import config
 from encoder_service.item import Inspection
 from encoder_service.models.tower import load_tower
 from encoder_service.worker.log_mel import preprocess
-from tests import audio_checkpoint, sounds
+from testkit import audio_checkpoint
+from tests import sounds
 
 LENGTHS = (479, 641, 1000, 16_000, 20_001, 31_999, 32_000)
 

@@ -18,8 +18,8 @@ from llm_service.request import SamplingParams
 from llm_service.settings import CacheDtype
 from llm_service.worker import executor
 from llm_service.worker.executor import LoneExecutor
+from testkit.local_engine import LocalEngine, make_prompt
 from tests.parity.cases import PARTS
-from tests.parity.local_engine import LocalEngine, make_prompt
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 

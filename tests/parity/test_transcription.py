@@ -13,7 +13,7 @@ from llm_service.families.transcription import TRANSCRIPTIONS
 from llm_service.prompt.transcript import transcript_reader
 from llm_service.request import MediaItem
 from llm_service.transcriber import Transcriber
-from tests.parity.hf_side import Served
+from testkit.hf_side import Served
 from tools.models.prompts import tones
 from tools.models.recipes import RECIPES
 from tools.models.tiny import make

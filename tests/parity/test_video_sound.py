@@ -25,7 +25,7 @@ from encoder_service.media.modalities import SPECS
 from encoder_service.models.processor import SoundLengthError
 from encoder_service.worker.hf.runner import HfRunner
 from encoder_service.worker.messages import Batch, Piece, WorkerSettings
-from tests.parity.hf_side import Served, compare
+from testkit.hf_side import Served, compare
 from tools.models.prompts import Film, Part, picture, sounding_film, sounding_prompts, tones
 from tools.models.reference import Reference
 from tools.models.tiny import make

@@ -29,9 +29,9 @@ from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.trial import try_config, try_ours, try_ours_of, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, TextPrompt, TokenPrompt
-from tests.attention_cases import otherwise
-from tests.parity.hf_side import GREEDY, Served, compare
-from tests.parity.local_engine import LocalEngine, Prompt, misled_drafts
+from testkit.attention_cases import otherwise
+from testkit.hf_side import GREEDY, Served, compare
+from testkit.local_engine import LocalEngine, Prompt, misled_drafts
 from tools.models.compare import OURS
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.prompts import PROMPTS, picture

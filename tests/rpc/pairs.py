@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from testkit.light.slow import SLOW
 from tests.launch import Service, encoder_server, llm_server
-from tests.light.slow import SLOW
 from tests.waiting import until
 from twinlens import Answer, EncoderClient, LlmClient, TwinlensError, image, user, v1
 from twinlens.prompts import generate_request

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests import forkserver, pictures
+from testkit import forkserver
+from testkit.hf_side import with_text
+from tests import pictures
 from tests.launch import llm_server, send
-from tests.parity.hf_side import with_text
 from tests.quantized import FORMATS, quantize_checkpoint
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, pair, refusal
 from tests.waiting import until

@@ -19,7 +19,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import pictures, reference
+from testkit import reference
+from tests import pictures
 from tests.adapters import make_adapter
 from tests.launch import llm_server, stopped
 from tests.rpc.pairs import LLM_FLAGS, Pair, about, answer, asked, greedy, holds_nothing, idle, lasting, pair, usable

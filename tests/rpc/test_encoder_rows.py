@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests import pictures, reference
-from tests.checkpoints import TOWERS
+from testkit import reference
+from testkit.checkpoints import TOWERS
+from tests import pictures
 from tests.launch import encoder_server
 from tests.rpc.encoder_client import (
     IMAGE,

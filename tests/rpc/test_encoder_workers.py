@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests import pictures, reference, triton_interpreter
+from testkit import reference, triton_interpreter
+from tests import pictures
 from tests.launch import encoder_server
 from tests.rpc.encoder_client import Client, image, video
 from twinlens.v1 import media_pb2

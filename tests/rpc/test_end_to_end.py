@@ -15,8 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from PIL import Image
 
-from tests import pictures, reference
-from tests.checkpoints import SPECIAL_IDS, VOCABULARY
+from testkit import reference
+from testkit.checkpoints import SPECIAL_IDS, VOCABULARY
+from tests import pictures
 from tests.rpc.pairs import Pair, about, answer, asked, greedy, pair, tokens
 from tests.waiting import until
 from twinlens import Answer, TwinlensError, image, user, v1, video

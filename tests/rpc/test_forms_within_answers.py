@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import SPECIAL_IDS, VOCABULARY
+from testkit.checkpoints import SPECIAL_IDS, VOCABULARY
 from tests.launch import llm_server
 from tests.rpc.pairs import LLM_FLAGS, Pair, answer, asked, pair
 from tests.rpc.test_resume import check_cut, whole_of

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from testkit.internvl_checkpoint import PROMPTS, make_internvl
 from tests import pictures
-from tests.internvl_checkpoint import PROMPTS, make_internvl
 from tests.rpc.pairs import Pair, answer, asked, greedy, pair, refusal
 from tools.demo_media import film
 from tools.models.prompts import Film, Part, picture

@@ -9,8 +9,8 @@ import grpc
 import numpy as np
 import pytest
 
+from testkit.checkpoints import VOCABULARY
 from tests import pictures
-from tests.checkpoints import VOCABULARY
 from tests.rpc.pairs import Pair, about, answer, asked, greedy, refusal, tokens
 from tests.waiting import until
 from twinlens import image, user, v1

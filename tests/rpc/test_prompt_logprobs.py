@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests import pictures, reference
+from testkit import reference
+from tests import pictures
 from tests.rpc.pairs import Pair, answer, asked, greedy
 from twinlens import image, user, v1
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from common.media.kept_rows import unpack
-from tests import pictures, reference
+from testkit import reference
+from tests import pictures
 from tests.rpc.encoder_client import Client, Encoded, video
 from tests.rpc.pairs import Pair, answer, asked, greedy, pair
 from tests.unit.encoder_service.test_pruning import by_definition

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from llm_service.prompt.detokenizer import Detokenizer
+from testkit.checkpoints import SPECIAL_IDS
 from tests import pictures
-from tests.checkpoints import SPECIAL_IDS
 from tests.rpc.pairs import Pair, about, asked, greedy, pair, refusal
 from twinlens import LlmClient, user, v1
 

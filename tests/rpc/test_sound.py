@@ -12,7 +12,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from tests import audio_checkpoint, pictures, sounds
+from testkit import audio_checkpoint
+from tests import pictures, sounds
 from tests.bad_sounds import BAD
 from tests.launch import gateway
 from tests.rpc.encoder_client import Client

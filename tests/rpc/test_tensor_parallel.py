@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import pictures, reference
-from tests.checkpoints import Family
+from testkit import reference
+from testkit.checkpoints import Family
+from tests import pictures
 from tests.launch import encoder_server, llm_server
 from tests.rpc.pairs import ENCODER_FLAGS, LLM_FLAGS, Pair, about, asked, greedy, pair, tokens, usable
 from tests.waiting import until

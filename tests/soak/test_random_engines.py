@@ -26,12 +26,12 @@ from llm_service.engine.structure import Structures
 from llm_service.model_config.served import ServedModel
 from llm_service.request import Pooling, SamplingParams, Structure
 from llm_service.settings import CacheDtype
+from testkit.checkpoints import Family
+from testkit.hf_side import Served
+from testkit.local_engine import LocalEngine, Progress, Prompt, make_prompt
 from tests.adapters import make_adapter
-from tests.checkpoints import Family
 from tests.mtp_checkpoint import with_mtp_layer
 from tests.parity.cases import PROMPTS
-from tests.parity.hf_side import Served
-from tests.parity.local_engine import LocalEngine, Progress, Prompt, make_prompt
 from tools.models.prompts import PROMPTS as PROMPTS_OF_ANY
 from tools.models.tiny import make
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forkserver
+from testkit import forkserver
 from tests.launch import ROOT, Service, command_line, encoder_server, launch, llm_server
 from tests.waiting import until
 from tools import launcher
@@ -36,8 +36,8 @@ def _shown(service: Service) -> list[str]:
 
 def test_its_processes_have_their_command_lines_and_their_parents(service: Service, checkpoint: Path) -> None:
     flags = f"--model={checkpoint} --listen=127.0.0.1:0 --decode-processes=1"
-    encoder = re.sub(r"\d+", "N", f"-m tests.light.encoder {flags}")
-    assert _shown(service) == ["-m encoder_service.media N N", encoder, "-m tests.light.worker N N N"]
+    encoder = re.sub(r"\d+", "N", f"-m testkit.light.encoder {flags}")
+    assert _shown(service) == ["-m encoder_service.media N N", encoder, "-m testkit.light.worker N N N"]
     assert _parent(service.pid) == os.getpid()
     assert {_parent(pid) for pid in service.descendants()} == {service.pid}
 

@@ -59,7 +59,7 @@ page{older}.
       plan for them, or one that gives other logits.
     - A row is for one size of its kind. Gemma 4's smaller sizes hear, and none of their rows see each other; a
       separate test compares them (`tests/parity/test_hf_hearing.py`).
-- **compared in one process**: the same on one rank, without gRPC (`tests/parity/hf_side.py`).
+- **compared in one process**: the same on one rank, without gRPC (`testkit/hf_side.py`).
 - Rows with neither: a small model's logits equalled transformers', in chunks, packed with another prompt. The trial
   at start-up checks the rest.
 - **refused**: the services say why, and do not start.
@@ -212,7 +212,7 @@ def by_services(kind: str, checkpoint: Path) -> set[str]:
 
 def in_process(kind: str, checkpoint: Path) -> set[str]:
     """The same without the services."""
-    side: Any = resolve_name("tests.parity.hf_side")
+    side: Any = resolve_name("testkit.hf_side")
     names: set[str] = side.compare(side.Served.of(checkpoint), RECIPES[kind].step_tokens)
     return names
 
@@ -312,5 +312,5 @@ def _kept(path: Path) -> dict[str, Row]:
 if __name__ == "__main__":
     # Services are forked: what they import is half of what a kind takes.
     os.environ.update(_ONE_THREAD)
-    Service.popen = staticmethod(resolve_name("tests.forkserver:popen"))
+    Service.popen = staticmethod(resolve_name("testkit.forkserver:popen"))
     main()

@@ -12,10 +12,10 @@ from encoder_service.families import config as families
 from encoder_service.families.registry import find_family
 
 _MAKERS = {
-    "internvl": "tests.internvl_checkpoint:make_internvl",
-    "qwen2_audio": "tests.audio_checkpoint:make_audio_checkpoint",
+    "internvl": "testkit.internvl_checkpoint:make_internvl",
+    "qwen2_audio": "testkit.audio_checkpoint:make_audio_checkpoint",
 }
-_USUAL = "tests.checkpoints:make_checkpoint"
+_USUAL = "testkit.checkpoints:make_checkpoint"
 
 
 def make_native(kind: str, folder: Path) -> Path:

@@ -16,8 +16,8 @@ import pytest
 from benchmarks import gpu_day, machine, tables
 from benchmarks.tables import Table
 from llm_service.layers.cpu import panel_kernel, quantized_kernel
-from tests import forkserver
-from tests.forkserver import Imports
+from testkit import forkserver
+from testkit.forkserver import Imports
 from tests.launch import ROOT
 
 

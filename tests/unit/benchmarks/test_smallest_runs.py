@@ -15,8 +15,8 @@ import pytest
 from benchmarks import gpu_day, hf_towers, plain_checkpoint, vllm_environment
 from benchmarks.tables import Table, tiny_tables
 from benchmarks.tower_recipes import TOWERS
-from tests import forkserver
-from tests.forkserver import Imports
+from testkit import forkserver
+from testkit.forkserver import Imports
 from tests.launch import ROOT
 from tools.models.recipes import RECIPES
 from tools.models.recipes.recipe import Recipe

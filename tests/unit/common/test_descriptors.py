@@ -24,8 +24,8 @@ sys.exit(subprocess.run([sys.executable, "-c", "import os; [os.fstat(n) for n in
 """
 _MODEL = ("--model", "models/demo", "--listen", "127.0.0.1:0")
 _SERVICES = {
-    "encoder": ("tests.light.encoder", *_MODEL, "--decode-processes", "1"),
-    "llm": ("tests.light.llm", *_MODEL),
+    "encoder": ("testkit.light.encoder", *_MODEL, "--decode-processes", "1"),
+    "llm": ("testkit.light.llm", *_MODEL),
     "gateway": ("gateway", "--listen", "127.0.0.1:0", "--llm", "127.0.0.1:1"),
 }
 

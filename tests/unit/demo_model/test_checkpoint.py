@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from tests import reference
+from testkit import reference
 from tools.demo_model import tokens
 from tools.demo_model.optimise import Optimiser, orthogonalised
 from tools.demo_model.trainer import rate_at

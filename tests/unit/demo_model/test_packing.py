@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
-from tests import reference
+from testkit import reference
 from tools.demo_model.batches import Batch, Maker
 from tools.demo_model.export import write_checkpoint
 from tools.demo_model.net import Net, allowed, initialise

@@ -27,10 +27,10 @@ from encoder_service.worker.hf.batches import Made
 from encoder_service.worker.hf.graphs import ShapeGraphs
 from encoder_service.worker.hf.runner import picture
 from encoder_service.worker.runner import StagedTower
-from tests.audio_checkpoint import make_audio_checkpoint
-from tests.checkpoints import TOWERS, Family
+from testkit.audio_checkpoint import make_audio_checkpoint
+from testkit.checkpoints import TOWERS, Family
+from testkit.internvl_checkpoint import make_internvl
 from tests.fake_gpu import GPU, Crossings, OnHost, Recording, fake_gpu
-from tests.internvl_checkpoint import make_internvl
 from tools.models.tiny import make
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")

@@ -21,8 +21,8 @@ from encoder_service.families import config
 from encoder_service.models.attention import Triton, max_segments
 from encoder_service.models.tower import PackedTower, load_tower
 from encoder_service.worker.graphs import Choice, GraphedTower, GraphsUnavailable, budgets_for
-from tests.checkpoints import TOWERS
-from tests.internvl_checkpoint import make_internvl
+from testkit.checkpoints import TOWERS
+from testkit.internvl_checkpoint import make_internvl
 
 CPU = torch.device("cpu")
 NEAR = {"rtol": 1e-4, "atol": 1e-4}

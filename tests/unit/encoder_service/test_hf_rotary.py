@@ -12,7 +12,7 @@ from torch import nn
 
 from encoder_service.models.hf import rotary as hf_rotary
 from encoder_service.models.hf.rotary import TurningBy
-from tests import reference
+from testkit import reference
 
 assert reference, "which prepares transformers' import"
 

@@ -23,7 +23,8 @@ from encoder_service.worker import patches, pixel_kernels, tiles
 from encoder_service.worker.messages import Batch, Piece, WorkerSettings
 from encoder_service.worker.patches import PatchWriter
 from encoder_service.worker.runner import Runner
-from tests import kernel_layout, pixel_cases
+from testkit import pixel_cases
+from tests import kernel_layout
 from tests.fake_gpu import OnHost
 
 ROOM = 1 << 20

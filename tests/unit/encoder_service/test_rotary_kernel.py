@@ -16,8 +16,8 @@ from common.media.item import Grid
 from encoder_service.families import config
 from encoder_service.models import blocks, rotary_kernel
 from encoder_service.models.tower import Rotary, load_tower, rotary
+from testkit.checkpoints import TOWERS
 from tests import kernel_layout
-from tests.checkpoints import TOWERS
 
 DEVICE = torch.device("cuda" if cuda_device_count() else "cpu")
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -33,7 +33,8 @@ from encoder_service.worker.patches import preprocess
 from encoder_service.worker.pixel_ring import PixelRing
 from encoder_service.worker.row_ring import RowRing
 from encoder_service.worker.runner import Runner
-from tests import audio_checkpoint, sounds
+from testkit import audio_checkpoint
+from tests import sounds
 from tests.lazy_copier import LazyCopier, LazyLoader
 
 SIDE = 64

@@ -14,7 +14,7 @@ import torch
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from encoder_service.families import config
 from encoder_service.models.tower import load_tower
-from tests.checkpoints import TOWERS
+from testkit.checkpoints import TOWERS
 
 
 @pytest.mark.parametrize("family", TOWERS)

@@ -26,7 +26,7 @@ from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 from llm_service.plan import StepResult, TokenLogprobs
 from llm_service.request import Pooling, SamplingParams
 from llm_service.worker.draft_model import verified
-from tests.in_turn import filled
+from testkit.in_turn import filled
 from tests.unit.llm_service.hashed import (
     EOS,
     PAD,

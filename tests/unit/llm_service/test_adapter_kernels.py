@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from llm_service.layers.adapter_tiles import TILE, RowTiles
-from tests import adapter_cases
+from testkit import adapter_cases
 
 
 @pytest.mark.parametrize("dtype", adapter_cases.TYPES, ids=str)

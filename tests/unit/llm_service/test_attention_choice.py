@@ -18,8 +18,8 @@ from llm_service.layers.attention.choose import choose, runs
 from llm_service.layers.attention.metadata import AttentionMetadata, WorkList
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
 from llm_service.layers.cpu import selection
-from tests.attention_cases import CAPPED, CPU, WAYS, Case, shape_of
-from tests.plain_attention import paged_attention
+from testkit.attention_cases import CAPPED, CPU, WAYS, Case, shape_of
+from testkit.plain_attention import paged_attention
 
 
 @pytest.mark.parametrize("name", ["triton", "numba"])

@@ -21,7 +21,7 @@ from llm_service.layers.rotaries import rotary_of
 from llm_service.layers.self_attention import SelfAttention, gates_last
 from llm_service.model_config.rotary import RotaryConfig, Tempering
 from llm_service.models.filling import InMemory, targets
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import CPU, HEAD, HIDDEN, SIZES, TOKENS, config, drawn, noise, read
 
 from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip

@@ -25,9 +25,9 @@ from llm_service.layers.rotaries import rotary_of
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit.plain_attention import PlainTables
 from tests.layer_cases import drawn, noise, read
-from tests.plain_attention import PlainTables
 
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (  # isort: skip
     MiniMaxM3VLAttention,

@@ -26,10 +26,10 @@ from llm_service.worker import changeover, load
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.executor import GroupExecutor, LoneExecutor, follow
 from llm_service.worker.messages import ChangeOver, RankMessage
+from testkit.checkpoints import Family
+from testkit.local_engine import LocalEngine, Outcome, make_prompt
 from tests import pictures, row_cases
-from tests.checkpoints import Family
 from tests.full_disk import no_room_for_files
-from tests.parity.local_engine import LocalEngine, Outcome, make_prompt
 from tests.waiting import until
 
 FAILED, WAITING, THERE = Readiness.FAILED, Readiness.WAITING, Readiness.THERE

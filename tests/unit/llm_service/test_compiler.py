@@ -21,7 +21,7 @@ from common.process.cpu_time_limit import CpuTimeLimit
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import Compile, StructureLimits, Vocabulary
 from llm_service.request import Structure
-from tests.checkpoints import VOCABULARY
+from testkit.checkpoints import VOCABULARY
 from tests.launch import command_line
 from tests.waiting import eventually, until
 

@@ -17,8 +17,8 @@ from llm_service.layers.attention import metadata as attention_metadata
 from llm_service.layers.attention.backend import AttentionKind, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata, Tiling, WorkList, WorkNumbers
-from tests.attention_cases import CPU, Case, shape_of
-from tests.plain_attention import paged_attention
+from testkit.attention_cases import CPU, Case, shape_of
+from testkit.plain_attention import paged_attention
 
 
 @pytest.mark.parametrize(

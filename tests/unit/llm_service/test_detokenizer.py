@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import Detokenizer, TokenTexts
-from tests.checkpoints import SPECIAL_IDS, VOCABULARY
+from testkit.checkpoints import SPECIAL_IDS, VOCABULARY
 
 FAMILY = "👩‍👩‍👧‍👦 naïve 中文 🇩🇪 ё ✓"
 

@@ -17,7 +17,7 @@ from llm_service.layers.scaled_experts import InputScaledMLP
 from llm_service.model_config.experts import GroupedExperts
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import HIDDEN, SIZES, config, drawn, noise, read
 from tests.parity.thread_ranks import on_ranks
 

@@ -50,7 +50,7 @@ from llm_service.worker.host_cache import HostCache
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.weights import describe
-from tests.checkpoints import FAMILIES
+from testkit.checkpoints import FAMILIES
 from tests.eagle_checkpoint import eagle_head
 from tests.fake_gpu import GPU, OnHost, Recording, fake_gpu
 from tests.mtp_checkpoint import with_mtp_layer

@@ -17,8 +17,8 @@ from llm_service.layers.decoder_layer import DecoderLayer
 from llm_service.layers.group import TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
+from testkit.checkpoints import Family
 from tests import row_cases
-from tests.checkpoints import Family
 
 DENSE: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 

@@ -16,7 +16,7 @@ from common.errors import InvalidInput
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.output_marks import OutputMarks
 from llm_service.request import ChatPrompt, Message, Prompt, Structure, TextPrompt, Trigger
-from tests.checkpoints import VOCABULARY
+from testkit.checkpoints import VOCABULARY
 
 QWEN = """\
 {% for message in messages %}<|im_start|>{{ message.role }}

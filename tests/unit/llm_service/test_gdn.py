@@ -9,8 +9,8 @@ from torch import Tensor
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.gdn.backend import GdnShape
 from llm_service.layers.gdn.torch_backend import TorchBackend
-from tests import gdn_cases
-from tests.gdn_cases import Case
+from testkit import gdn_cases
+from testkit.gdn_cases import Case
 
 SHAPE = GdnShape(4, 8, 32, 16)
 """Fewer heads than a vector has numbers. Channels fill whole vectors, as in published models: the functions of torch

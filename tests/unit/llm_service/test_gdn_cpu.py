@@ -15,8 +15,8 @@ from llm_service.layers.cpu.gdn_backend import NumbaBackend
 from llm_service.layers.gdn.backend import GdnBackend, GdnShape
 from llm_service.layers.gdn.choose import choose
 from llm_service.layers.gdn.torch_backend import TorchBackend
-from tests import gdn_cases
-from tests.gdn_cases import Case
+from testkit import gdn_cases
+from testkit.gdn_cases import Case
 
 SHAPES = (*gdn_cases.SHAPES, GdnShape(2, 4, 18, 24, width=3))
 

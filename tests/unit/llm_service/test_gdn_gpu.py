@@ -16,8 +16,8 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn import fla_rule
 from llm_service.layers.gdn.backend import GdnShape
 from llm_service.layers.gdn.triton_backend import TritonBackend
-from tests import gdn_cases
-from tests.gdn_cases import Case
+from testkit import gdn_cases
+from testkit.gdn_cases import Case
 
 CPU = torch.device("cpu")
 SHAPES = (GdnShape(1, 2, 32, 16), GdnShape(2, 2, 24, 48, width=3))

@@ -23,7 +23,7 @@ from llm_service.model_config.attention import HeadShape
 from llm_service.model_config.layer_shapes import LayerInputs
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 
 from transformers.models.gemma4.modeling_gemma4 import (  # isort: skip

@@ -22,7 +22,7 @@ from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.mtp import load_mtp
 from llm_service.worker.adapters import shapes_of
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 from tests.unit.llm_service.test_pooled_latents import HIDDEN, UNROTATED, settings_of
 

@@ -28,9 +28,9 @@ from llm_service.model_config.latent import LatentHeads
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit.plain_attention import PlainTables
 from tests.layer_cases import drawn, noise, read
-from tests.plain_attention import PlainTables
 
 from transformers.models.dots3_note.modeling_dots3_note import (  # isort: skip
     Dots3NoteTextAttention,

@@ -9,8 +9,8 @@ from torch import Tensor
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.kda.backend import KdaShape
 from llm_service.layers.kda.torch_backend import TorchBackend
-from tests import gdn_cases
-from tests.kda_cases import Case
+from testkit import gdn_cases
+from testkit.kda_cases import Case
 
 SHAPES = (KdaShape(2, 16), KdaShape(3, 24, width=3))
 SHAPE = KdaShape(4, 32)

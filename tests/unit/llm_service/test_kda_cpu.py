@@ -12,8 +12,8 @@ from llm_service.layers.cpu import kda_backend, selection
 from llm_service.layers.cpu.kda_backend import NumbaBackend
 from llm_service.layers.kda.backend import KdaShape
 from llm_service.layers.kda.choose import choose
-from tests import gdn_cases
-from tests.kda_cases import Case
+from testkit import gdn_cases
+from testkit.kda_cases import Case
 
 SHAPES = (KdaShape(2, 16), KdaShape(3, 18, width=3))
 

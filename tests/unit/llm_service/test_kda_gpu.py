@@ -11,8 +11,8 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.kda.backend import KdaShape
 from llm_service.layers.kda.choose import runs
 from llm_service.layers.kda.triton_backend import TritonBackend
-from tests import gdn_cases
-from tests.kda_cases import Case
+from testkit import gdn_cases
+from testkit.kda_cases import Case
 
 CPU = torch.device("cpu")
 SHAPES = (KdaShape(2, 16), KdaShape(3, 24, width=3))

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests import triton_interpreter
+from testkit import triton_interpreter
 from tests.launch import ROOT
 
 pytest.importorskip("triton")

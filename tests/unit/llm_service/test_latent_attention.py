@@ -21,7 +21,7 @@ from llm_service.layers.rotaries import rotary_of
 from llm_service.model_config.latent import LatentHeads
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import drawn, noise, read
 
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # isort: skip

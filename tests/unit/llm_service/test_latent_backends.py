@@ -9,6 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from benchmarks import shape_cases
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention import metadata as attention_metadata
@@ -17,8 +18,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import Tiling
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.torch_backend import TorchBatch
-from tests import shape_cases
-from tests.attention_cases import CPU, WAYS, Case, latents_of
+from testkit.attention_cases import CPU, WAYS, Case, latents_of
 
 
 @pytest.mark.parametrize("counts", WAYS.values(), ids=WAYS)

@@ -20,7 +20,7 @@ from llm_service.layers.ops import RMSNorm
 from llm_service.model_config.feed_forward import gates_of
 from llm_service.model_config.state import DeltaNetConfig
 from llm_service.models.filling import InMemory
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import CPU, HIDDEN, SIZES, TOKENS, config, drawn, noise, read
 
 from transformers.models.qwen3_5.modeling_qwen3_5 import (  # isort: skip

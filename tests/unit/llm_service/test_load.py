@@ -30,8 +30,8 @@ from llm_service.worker import load, load_adapters, rank_memory
 from llm_service.worker.memory import Gauge, prompt
 from llm_service.worker.messages import AddAdapter
 from llm_service.worker.model_runner import ModelRunner
+from testkit.local_engine import LocalEngine
 from tests.adapters import make_adapter
-from tests.parity.local_engine import LocalEngine
 from tools.models.tiny import make
 
 SECOND = torch.device("cuda:1")

@@ -22,7 +22,7 @@ from llm_service.models import filling, loader
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantized import load_weights
 from llm_service.worker.weights import describe
-from tests.checkpoints import FAMILIES, Family, Layout
+from testkit.checkpoints import FAMILIES, Family, Layout
 
 CPU = torch.device("cpu")
 

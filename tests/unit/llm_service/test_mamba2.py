@@ -10,8 +10,8 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.torch_backend import TorchBackend
 from llm_service.plan import Chunk
-from tests import mamba2_cases
-from tests.mamba2_cases import Case
+from testkit import mamba2_cases
+from testkit.mamba2_cases import Case
 
 SHAPE = Mamba2Shape(4, 8, 16, 32, least_step=0.3)
 """Fewer heads than a vector has numbers; channels fill whole vectors."""

@@ -10,8 +10,8 @@ from llm_service.layers.cpu import mamba2_backend, selection
 from llm_service.layers.cpu.mamba2_backend import NumbaBackend
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.choose import choose
-from tests import mamba2_cases
-from tests.mamba2_cases import Case
+from testkit import mamba2_cases
+from testkit.mamba2_cases import Case
 
 SHAPES = (*mamba2_cases.SHAPES, Mamba2Shape(2, 4, 24, 18, width=3))
 CPU = torch.device("cpu")

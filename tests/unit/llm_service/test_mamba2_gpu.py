@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.triton_backend import TritonBackend
-from tests import mamba2_cases
-from tests.mamba2_cases import Case
+from testkit import mamba2_cases
+from testkit.mamba2_cases import Case
 
 CPU = torch.device("cpu")
 SHAPES = (Mamba2Shape(1, 2, 16, 32, least_step=0.3), Mamba2Shape(2, 2, 24, 24, width=3))

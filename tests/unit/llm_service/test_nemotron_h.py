@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import reference as _reference  # isort: skip  # noqa: F401 - before transformers
+from testkit import reference as _reference  # isort: skip  # noqa: F401 - before transformers
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from common.checkpoints.checkpoint import CheckpointError

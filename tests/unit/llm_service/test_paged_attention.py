@@ -22,8 +22,8 @@ from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.settings import CacheDtype
-from tests.attention_cases import CAPPED, CPU, WAYS, Case, of_e4m3, shape_of
-from tests.plain_attention import paged_attention
+from testkit.attention_cases import CAPPED, CPU, WAYS, Case, of_e4m3, shape_of
+from testkit.plain_attention import paged_attention
 
 
 def seeds(name: str) -> range:

@@ -9,7 +9,7 @@ from array import array
 import msgspec
 
 from llm_service.plan import Appended, Chunk, Draw, StepPlan, TokenLogprobs
-from tests.in_turn import filled
+from testkit.in_turn import filled
 
 
 def ints(*values: int) -> bytes:

@@ -18,7 +18,7 @@ from llm_service.layers.cpu import numba_backend
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, PrefillMetadata
 from llm_service.layers.cpu.selection import computes_bfloat16, wide_vectors
-from tests.attention_cases import Case
+from testkit.attention_cases import Case
 
 pytestmark = pytest.mark.skipif(not wide_vectors(), reason="the processor has no AVX-512")
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

@@ -38,7 +38,7 @@ from llm_service.request import (
     TokenPrompt,
     Truncation,
 )
-from tests.checkpoints import SPECIAL_IDS, VOCABULARY
+from testkit.checkpoints import SPECIAL_IDS, VOCABULARY
 from tests.waiting import until
 
 START, END = SPECIAL_IDS["<|im_start|>"], SPECIAL_IDS["<|im_end|>"]

@@ -15,7 +15,7 @@ from llm_service.layers.cpu import quad_panels, selection
 from llm_service.layers.cpu.quad_panels import QuadPanels
 from llm_service.layers.linear import quantized
 from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight, rounded_rows
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.random_weights import random_weight
 from tests.tiles import WAYS, multiply_by
 

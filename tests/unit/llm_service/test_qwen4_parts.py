@@ -28,8 +28,8 @@ from llm_service.layers.stretch_index import IndexBatch
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
 from llm_service.models.mtp import load_mtp
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
-from tests.plain_attention import PlainTables
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit.plain_attention import PlainTables
 
 from transformers.models.qwen4_exp import modeling_qwen4_exp as library  # isort: skip
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig  # isort: skip

@@ -14,7 +14,7 @@ from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.detokenizer import Detokenizer
 from llm_service.prompt.output_marks import THINK, ToolFormat
 from llm_service.prompt.reasoning import CallSign, ReasoningCounter
-from tests.checkpoints import VOCABULARY
+from testkit.checkpoints import VOCABULARY
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 

@@ -15,8 +15,8 @@ from llm_service.layers.cpu.row_kernels import FEW, NumbaOps
 from llm_service.layers.cpu.selection import computes_bfloat16, fused_vectors
 from llm_service.layers.ops import TorchOps
 from llm_service.models.loader import load_decoder
+from testkit.checkpoints import Family
 from tests import row_cases
-from tests.checkpoints import Family
 
 NUMBA = NumbaOps()
 

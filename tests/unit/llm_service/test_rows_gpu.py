@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from llm_service.layers.cpu import layer
 from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.gpu import row_ops as rows_gpu
+from testkit.checkpoints import Family
 from tests import kernel_layout, row_cases
-from tests.checkpoints import Family
 
 each_type = pytest.mark.parametrize("dtype", row_cases.TYPES, ids=str)
 

@@ -12,7 +12,7 @@ from llm_service.layers.attention import scored, torch_backend
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.attention.scored import attend_by_scores
 from llm_service.layers.index_keys import mask_of
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import noise
 
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as of_gemma2  # isort: skip

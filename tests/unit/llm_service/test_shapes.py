@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks import shape_cases
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.settings import CacheDtype
-from tests import shape_cases
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(1, 70, 16, 4, 2, 16)

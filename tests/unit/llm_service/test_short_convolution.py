@@ -14,7 +14,7 @@ from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 
 from transformers.models.lfm2.modeling_lfm2 import Lfm2Config, Lfm2MLP, Lfm2ShortConv  # isort: skip
 

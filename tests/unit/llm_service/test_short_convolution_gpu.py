@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests import convolution_cases
-from tests.convolution_cases import COUNTS, SIZES, Case
+from testkit import convolution_cases
+from testkit.convolution_cases import COUNTS, SIZES, Case
 
 
 @pytest.mark.parametrize(("size", "dtype"), [*zip(SIZES, (torch.float16, torch.float32), strict=True)], ids=str)

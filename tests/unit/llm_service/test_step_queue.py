@@ -41,7 +41,7 @@ from llm_service.model_config.adapter_folder import Adapter
 from llm_service.plan import Draw, Masks, StepMemoryError, StepPlan, StepResult, no_masks
 from llm_service.request import SamplingParams
 from llm_service.worker.messages import InvalidateRows, OffloadBlocks, Pulled, PullRows, RankOrder, UnmapPool
-from tests.in_turn import InTurn
+from testkit.in_turn import InTurn
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, alternating, expected
 from tests.waiting import until
 

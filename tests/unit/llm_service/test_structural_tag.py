@@ -15,7 +15,7 @@ from llm_service.engine.structure import Structures
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.structural_tag import as_grammar
 from llm_service.request import Structure, TextPrompt
-from tests.checkpoints import VOCABULARY
+from testkit.checkpoints import VOCABULARY
 
 MARKS = {"<tool_call>": False, "</tool_call>": False, "[CALL]": False, "[SAY]": True}
 SIZE = VOCABULARY + len(MARKS)

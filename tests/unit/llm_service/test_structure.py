@@ -22,7 +22,7 @@ from llm_service.grammar.gbnf import as_lark
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import Structure, ThinkingBound, Trigger
 from llm_service.token_masks import all_but, both, mask_bytes, mask_of
-from tests.checkpoints import VOCABULARY
+from testkit.checkpoints import VOCABULARY
 from tests.waiting import until
 
 

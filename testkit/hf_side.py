@@ -31,7 +31,7 @@ from llm_service.models.loader import TextSide
 from llm_service.models.trial import Finding, try_out
 from llm_service.prompt.builder import PromptBuilder
 from llm_service.request import ChatPrompt, MediaItem, Message, SamplingParams
-from tests.parity.local_engine import LocalEngine, Prompt
+from testkit.local_engine import LocalEngine, Prompt
 from tools.models.compare import OURS, answered_by, kept_of
 from tools.models.prompts import VIDEO, Film, Part, Tones
 from tools.models.reference import TOKENS, Reference

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests import reference as _reference  # isort: skip  # noqa: F401 - before transformers
+from testkit import reference as _reference  # isort: skip  # noqa: F401 - before transformers
 from transformers.models.glm5_next import modeling_glm5_next as theirs  # isort: skip
 
 from llm_service.layers.cache_spec import StateCache
 from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
-from tests import gdn_cases
-from tests.gdn_cases import State, unwritten
+from testkit import gdn_cases
+from testkit.gdn_cases import State, unwritten
 
 _EPS = 1e-5
 

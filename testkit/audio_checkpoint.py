@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests import checkpoints, reference
-from tests.checkpoints import SPECIAL_IDS, VOCABULARY, redraw
+from testkit import checkpoints, reference
+from testkit.checkpoints import SPECIAL_IDS, VOCABULARY, redraw
 
 from transformers import AutoProcessor, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration  # isort: skip
 

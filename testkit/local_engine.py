@@ -56,7 +56,7 @@ from llm_service.worker.host_cache import HostCache
 from llm_service.worker.messages import AddAdapter
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
-from tests import reference
+from testkit import reference
 
 Part = str | Image.Image | reference.Video
 

@@ -18,8 +18,8 @@ from llm_service.layers.experts import SparseMLP
 from llm_service.layers.group import ALONE
 from llm_service.settings import CacheDtype
 from llm_service.worker.graphs import CaptureBounds
-from tests.attention_cases import TOLERANCE, Case, of_e4m3
-from tests.plain_attention import paged_attention
+from testkit.attention_cases import TOLERANCE, Case, of_e4m3
+from testkit.plain_attention import paged_attention
 
 
 def check_noise_outside(shape: CacheShape, dtype: torch.dtype, device: torch.device, attention: str) -> None:

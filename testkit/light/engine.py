@@ -1,5 +1,5 @@
-"""An engine without a model: `python -m tests.light.engine SOCKET_FD ROW_ARENA_FD`. The loop, the scheduler, the blocks
-and the grammars are the real ones; `Hashes` computes."""
+"""An engine without a model: `python -m testkit.light.engine SOCKET_FD ROW_ARENA_FD`. The loop, the scheduler, the
+blocks and the grammars are the real ones; `Hashes` computes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from llm_service.model_config.text import TextConfig
 from llm_service.plan import Draw, StepPlan, StepResult, TokenLogprobs
 from llm_service.settings import EngineSettings
 from llm_service.worker.block_tables import BlockTables
-from tests.in_turn import InTurn
-from tests.light.slow import SLOW, SLOW_SECONDS
+from testkit.in_turn import InTurn
+from testkit.light.slow import SLOW, SLOW_SECONDS
 
 STEP_SECONDS = 0.001
 """A step sleeps as long as that: an answer of a thousand tokens takes a second, as from a small model."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tools.demo_media import film
 from tools.models.prompts import Film, Part, picture
 from tools.models.recipes import RECIPES

@@ -23,7 +23,7 @@ from tokenizers import (
     trainers,
 )
 
-from tests import reference  # noqa: F401 - makes transformers importable beside a CPU torch
+from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 
 from transformers import AutoConfig, AutoModelForImageTextToText  # isort: skip
 

@@ -1,4 +1,5 @@
-"""A device worker without a tower: `python -m tests.light.worker LINK_FD STAGING_FD STORE_FD`. Its rows are hashes."""
+"""A device worker without a tower: `python -m testkit.light.worker LINK_FD STAGING_FD STORE_FD`. Its rows are
+hashes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from llm_service.families.sight import Sight
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.metadata import AttentionMetadata
-from tests.plain_attention import paged_attention
+from testkit.plain_attention import paged_attention
 
 CPU = torch.device("cpu")
 CAPPED = AttentionKind(scale=0.4, softcap=1.5)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests import reference as _reference  # isort: skip  # noqa: F401 - before transformers
+from testkit import reference as _reference  # isort: skip  # noqa: F401 - before transformers
 from transformers.models.nemotron_h import modeling_nemotron_h as theirs  # isort: skip
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated  # isort: skip  # Nemotron-H copies it
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tests import reference as _reference  # isort: skip  # noqa: F401 - before transformers
+from testkit import reference as _reference  # isort: skip  # noqa: F401 - before transformers
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs  # isort: skip
 
 from llm_service.layers.cache_spec import Segment, SequenceState, StateCache

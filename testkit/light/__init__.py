@@ -7,6 +7,6 @@ token from a hash of everything before it: tokens, positions, and the bytes of i
 mixed up with another one, a row that is read before it has landed, a block with somebody else's tokens, or a chunk at
 the wrong place gives another answer than the undisturbed request has, as it does with a real model.
 
-`python -m tests.light.encoder` and `python -m tests.light.llm` take the options of the real services and a real
+`python -m testkit.light.encoder` and `python -m testkit.light.llm` take the options of the real services and a real
 checkpoint, of which they read no weights but to hash them.
 """

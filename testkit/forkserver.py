@@ -40,18 +40,18 @@ from common.hardware import cuda_device_count
 from common.hf import description as hf_description
 from common.process.children import DEFAULTS, ChildProcess
 from common.process.parent_link import die_with_parent
-from tests import triton_interpreter
+from testkit import triton_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLE = "forkserver"
 """The command line of a process that only forks."""
 
 _DEADLY = ("tests.faults.deadly_engine", "tests.faults.deadly_process", "tests.faults.deadly_workers")
-_LIGHT = ("tests.light.encoder", "tests.light.llm", "gateway", *_DEADLY)
+_LIGHT = ("testkit.light.encoder", "testkit.light.llm", "gateway", *_DEADLY)
 _REAL = ("encoder_service", "llm_service")
-_PARENTS = ("tests.light.encoder", "tests.light.llm", *_DEADLY, *_REAL, "llm_service.engine")
+_PARENTS = ("testkit.light.encoder", "testkit.light.llm", *_DEADLY, *_REAL, "llm_service.engine")
 _CHILDREN = (
-    *("encoder_service.media", "llm_service.grammar", "tests.light.engine", "tests.light.worker"),
+    *("encoder_service.media", "llm_service.grammar", "testkit.light.engine", "testkit.light.worker"),
     *("benchmarks.paced_engine", *_DEADLY),
 )
 _DESCRIBING = "common.hf.models"
@@ -62,7 +62,7 @@ _IMPORTS = (
     *("encoder_service.media.audio", "encoder_service.media.video", "encoder_service.families.registry"),
     *("llm_service.server", "llm_service.worker.node", "llm_service.families.registry"),
     *("llm_service.engine.process", "llm_service.worker.block_tables", "llm_service.grammar.compiler", "llguidance"),
-    *("gateway.server", "common.telemetry.tracing", "tests.in_turn", "common.rpc.request_budget", "uvloop"),
+    *("gateway.server", "common.telemetry.tracing", "testkit.in_turn", "common.rpc.request_budget", "uvloop"),
 )
 _TO_COMPUTE = (
     *("encoder_service.worker.runner", "encoder_service.worker.hf.runner", "encoder_service.worker.graphs"),
@@ -149,7 +149,7 @@ class Forkserver:
         self._environ = {**self._defaults, **environ, "PYTHONUNBUFFERED": "1"}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Its last argument is room for the command lines of what it forks.
-        command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), str(int(imports)), " " * 8192]
+        command = [sys.executable, "-m", "testkit.forkserver", str(theirs.fileno()), str(int(imports)), " " * 8192]
         same = {fd: fd for fd in (1, 2, theirs.fileno())}
         self._process = (below and below.fork(command[2:], self._environ, same)) or subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=self._environ
