@@ -1,1 +1,1 @@
-"""The way to the encoders: who is there, who is asked, and how rows come in. Protobuf stops here."""
+"""The link to the encoders: which there are, which one is asked, and how rows arrive. Protobuf stops here."""

@@ -14,13 +14,13 @@ from llm_service.encoders.stream import EncodeStream
 from llm_service.request import MediaItem
 
 RowStream: TypeAlias = EncodeStream | ParallelStreams
-"""What brings an item's rows."""
+"""Delivers an item's rows."""
 
 
 class Attempt:
-    """An item that is asked for at `replica`, as the try of this `number`. Whoever makes it closes it.
+    """One attempt, number `number`, to get an item from `replica`. Its creator closes it.
 
-    `opened` is when it was sent there, by the breaker's clock. `header` is what the encoder said of the item last.
+    `opened` is when it was sent, on the breaker's clock. `header` is the encoder's last header of the item.
     """
 
     def __init__(self, replica: Replica, number: int) -> None:
@@ -38,13 +38,14 @@ class Attempt:
 
     @property
     def owes(self) -> str:
-        """What of the item is to come from there next: its `header` or its `rows`."""
+        """What is expected next: the item's `header` or its `rows`."""
         return "header" if self.header is None else "rows"
 
     @property
     def waited(self) -> float:
-        """Seconds for which the encoder has had the item and given no row of it, but for time in which it waits for
-        others; 0 where rows have come. Who is slow with items that it has is to blame for those that wait for room."""
+        """Seconds for which the encoder has had the item without sending a row, except for time in which it waits for
+        others; 0 once rows have come. An encoder that is slow with items it has is to blame for those waiting for
+        room."""
         if self.stream is None or self.stream.has_rows:
             return 0.0
         return self.stream.waited(with_room=self.replica.pace.slow)
@@ -65,8 +66,7 @@ class Attempt:
         return header
 
     async def parallelise(self, item: MediaItem, params: EncodeParams, header: Header, row_bytes: int) -> None:
-        """Has several streams bring the rows that are asked for in place of the one that is open, where that is
-        better."""
+        """Opens several streams for the remaining rows instead of the current one, if that is better."""
         assert self.header is not None
         there = dataclasses.replace(header, key=self.header.key)
         with ExitStack() as parts:
@@ -76,12 +76,12 @@ class Attempt:
                 self.stream, self._holds = opened, parts.pop_all()
 
     async def first_rows(self) -> RowStream:
-        """Returns what brings the rows when the first are here, or there are none."""
+        """Waits for the first rows, or until there are none; returns what delivers them."""
         assert self.stream is not None
         await self.stream.arrived()
         return self.stream
 
     def close(self) -> None:
-        """Ends what is open. It waits for nothing, so that no cancellation can come between."""
+        """Closes everything without waiting, so that no cancellation can interrupt it."""
         self.stream = None
         self._holds.close()

@@ -1,5 +1,5 @@
-"""Says in the log which encoders come and go, and why one, or all, cannot be used: to whoever started the services with
-an option missing, or has one too few."""
+"""Logs which encoders come and go, and why one, or all, cannot be used, for operators who forgot an option or an
+encoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 from common.telemetry import log
 
 PATIENCE_SECONDS = 15.0
-"""For an encoder that is started at the same time, or restarted, to be there."""
+"""Time for an encoder that is started at the same time, or restarted, to become available."""
 AGAIN_SECONDS = 300.0
 """From one warning to the next, while nothing changes."""
 
@@ -19,8 +19,8 @@ _log = log.get("encoders")
 
 
 class Watched(Protocol):
-    """What is looked at of an encoder: `trouble` is why it cannot be used, as far as that is known; one that is
-    `starting` says so itself, and will end that one way or the other."""
+    """An observed encoder: `trouble` is why it cannot be used, if known; one that is `starting` has said so, and will
+    log its own outcome."""
 
     address: str
     trouble: str
@@ -37,15 +37,15 @@ class Watched(Protocol):
 
 @dataclass(slots=True)
 class _Told:
-    """What was said of one encoder last: that it is `usable`, the opposite, or nothing; from when on its absence may be
-    said."""
+    """What was logged about one encoder last: that it is `usable`, that it is not, or nothing; and from when on its
+    absence may be logged."""
 
     due: float
     usable: bool | None = None
 
 
 class AvailabilityLog:
-    """Follows which encoders can be used, and whether any; `clock` gives seconds."""
+    """Tracks which encoders can be used, and whether any can; `clock` returns seconds."""
 
     def __init__(
         self,
@@ -62,8 +62,7 @@ class AvailabilityLog:
         self._told: dict[str, _Told] = {}
 
     def look(self, encoders: Iterable[Watched]) -> None:
-        """Tells which of these have come, and which have gone beside others; warns where none can be used, and none
-        could for a while."""
+        """Logs which of these have come or gone; warns if none can be used, and none could for a while."""
         known, now = list(encoders), self._clock()
         self._told = {each.address: self._told.get(each.address, _Told(now + self._patience)) for each in known}
         self._tell_of_each(known, now)

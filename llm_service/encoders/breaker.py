@@ -1,6 +1,7 @@
-"""What keeps failures from spreading: a breaker for each encoder, a budget of retries, and a list of poisonous items.
+"""Keeps failures from spreading: a circuit breaker for each encoder, a retry budget, and a quarantine for poisonous
+items.
 
-All three count with a clock that tests can set; none of them waits.
+All use a clock that tests can set; none of them waits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 _TOLERATED = 2
-"""Incidents in a row after which an encoder that answers is still asked."""
+"""Consecutive incidents after which an encoder that answers is still used."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 4.0
 
@@ -26,10 +27,10 @@ _REMEMBERED = 1024
 
 
 class Breaker:
-    """Keeps items from an encoder whose streams break though it answers.
+    """Keeps items from an encoder whose streams break although it answers.
 
-    Streams that were under way together and break together are one incident. A pause grows with every further incident
-    in a row, to four seconds at most; a stream that ends well begins the count anew.
+    Streams that were open together and break together are one incident. The pause grows with every consecutive
+    incident, up to four seconds; a stream that ends well resets the count.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -40,7 +41,7 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
-        """Items may go there."""
+        """Whether items may go there."""
         return self._clock() >= self._until
 
     def now(self) -> float:
@@ -64,8 +65,8 @@ class Breaker:
 
 
 class RetryBudget:
-    """At most one retry for five items, beyond a `reserve` that is always there to be had: when everything fails,
-    retries must not make it worse. Those who were with an encoder that is gone may go to another one all the same."""
+    """At most one retry for five items, beyond a `reserve` that is always available: when everything fails, retries
+    must not make it worse. Items of an encoder that is gone may always go to another one."""
 
     def __init__(self, reserve: float = _RESERVE) -> None:
         self._reserve = reserve
@@ -76,7 +77,7 @@ class RetryBudget:
         self._tokens = min(self._reserve, self._tokens + _RETRY_SHARE)
 
     def spend(self) -> bool:
-        """Takes one retry; False where there is none left."""
+        """Takes one retry; False if there is none left."""
         if self._tokens < 1:
             return False
         self._tokens -= 1
@@ -94,9 +95,10 @@ class _Record:
 
 
 class Quarantine:
-    """Items over which encoders died, connection and all, once too often: refused for a minute without being tried.
+    """Items over which encoders died, together with their connection, too often: refused for a minute without being
+    tried.
 
-    The worker processes of an encoder die over an item without this: that, the encoder itself finds out and refuses.
+    If only an encoder's worker processes die over an item, the encoder itself finds out and refuses it.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -121,5 +123,5 @@ class Quarantine:
         return record.deaths if record is not None and record.until > self._clock() else 0
 
     def is_quarantined(self, affinity: bytes) -> bool:
-        """Whether the item is to be refused."""
+        """Whether the item is refused."""
         return self.deaths(affinity) >= DEATHS

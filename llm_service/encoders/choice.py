@@ -1,4 +1,4 @@
-"""Which encoder one item is sent to, try after try."""
+"""Chooses the encoder of one item, attempt by attempt."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from llm_service.encoders.wait_queue import Waiter
 from llm_service.request import Request
 
 _APART_SECONDS = 10.0
-"""How long an item over which an encoder has died goes only where there are no others of the kind."""
+"""How long an item over which an encoder has died only goes where there is no other such item."""
 _LEAST_HINT = 0.1
-"""Seconds for which a full encoder is left alone, whatever it says: an item is sent anew each time."""
+"""Fewest seconds for which a full encoder is not asked, whatever it says, since each attempt sends the item again."""
 
 
 def _nothing() -> None:
-    """What is done about a wait where nobody cares."""
+    """The default `on_wait`."""
 
 
 class EncoderChoice:
-    """The encoders that an item has `tried` (addresses, in order), those that are `exclude`d, and the next one.
+    """The encoders that an item has `tried` (addresses, in order), those it will `exclude`, and the next one.
 
-    `affinity` is what makes repeats of the item alike, `field` where the request has it. It waits for room until
-    `patient_until`, in monotonic seconds, and calls `on_wait` when it has to. Whoever makes it closes it.
+    `affinity` is equal for repeats of the item, `field` is its place in the request. It waits for room until
+    `patient_until`, in monotonic seconds, and calls `on_wait` when it has to wait. Its creator closes it.
     """
 
     def __init__(self, pool: EncoderPool, affinity: bytes, request: Request, field: str, patient_until: float) -> None:
@@ -45,11 +45,11 @@ class EncoderChoice:
         self._apart_until: float | None = None
 
     async def next(self) -> Replica:
-        """The encoder to ask, which is mostly known at once; it counts as tried.
+        """The encoder to ask, usually at once; it counts as tried.
 
-        An item over which one has died goes where no other request has such an item, if that need not be waited for too
-        long: else it could not be told over which of them the next one dies. Raises Internal where two have died over
-        the item, Exhausted where all are full for too long, Unavailable where there is none.
+        An item over which an encoder has died goes where no other request has such an item, unless that takes too long:
+        otherwise it would be unknown which of them killed the next one. Raises Internal if two have died over the item,
+        Exhausted if all are full for too long, Unavailable if there is none.
         """
         pool, isolation, request = self._pool, self._pool.isolation, self._request
         while True:
@@ -74,7 +74,7 @@ class EncoderChoice:
             return replica
 
     def another(self, able: Callable[[Replica], bool]) -> Replica | None:
-        """One that was not tried yet, and is `able` to do better; None where there is none. Nothing is waited for."""
+        """An encoder that was not tried yet and is `able` to do better; None if there is none. Does not wait."""
         return self._pool.another(self._affinity, self._excluded.union(self.tried), able)
 
     @property
@@ -87,7 +87,7 @@ class EncoderChoice:
         self._waiter.on_sending()
 
     def on_accepted(self) -> None:
-        """The encoder has taken it: whoever waits for room may go."""
+        """The encoder has accepted the item: the next waiter may go."""
         self._apart_until = None
         self._waiter.leave()
 
@@ -96,11 +96,11 @@ class EncoderChoice:
         self._apart.close()
 
     def exclude(self, replica: Replica) -> None:
-        """It has no such key, and is not asked again."""
+        """The encoder does not have this key, and is not asked again."""
         self._excluded.add(replica.address)
 
     def on_full(self, replica: Replica, error: Exhausted) -> None:
-        """It is full. Raises the error where it is so for good: the item never fits."""
+        """The encoder is full. Raises the error if it is permanent: the item never fits."""
         if error.retry_after is None:
             raise error
         replica.refused(max(error.retry_after, _LEAST_HINT))
@@ -108,7 +108,7 @@ class EncoderChoice:
         self._refused_by.add(replica.address)
 
     def candidates(self) -> list[Replica]:
-        """The encoders that have not said that they have no such key."""
+        """The encoders that have not reported the key as missing."""
         return [replica for replica in self._pool.replicas if replica.address not in self._excluded]
 
     def close(self) -> None:
@@ -117,8 +117,8 @@ class EncoderChoice:
         self._waiter.leave()
 
     async def _room(self) -> None:
-        """Returns when an encoder may have room for the item, which is mostly at once. Of many, one always may: the
-        first one's pause is over by the time that the last has refused."""
+        """Waits until an encoder may have room for the item, usually not at all. With many, one always may: the first
+        one's pause is over by the time the last has refused."""
         if self._refusal is not None and monotonic() >= self.patient_until and self._have_all_refused():
             raise self._refusal
         try:
@@ -135,8 +135,8 @@ class EncoderChoice:
         return [replica for replica in self.candidates() if replica.usable]
 
     def _free(self) -> list[Replica]:
-        """The encoders that can be used, and have no suspects of other requests; none that is full where another one
-        has room, for then nobody waits for room."""
+        """The usable encoders without suspects of other requests; without full ones if another has room, since then
+        nobody waits for room."""
         taken, usable = self._pool.isolation.taken(self._request), self._usable()
         roomy = [replica for replica in usable if not replica.full] or usable
         return [replica for replica in roomy if replica.address not in taken]

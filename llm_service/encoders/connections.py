@@ -1,5 +1,5 @@
-"""The connections to one encoder: streams go over the one that has the fewest, calls about itself over one of their
-own, where they wait behind nothing."""
+"""The connections to one encoder: streams use the one with the fewest, and calls about the encoder itself one of their
+own, where they never queue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Connection:
 class Connections:
     """Long-lived connections to the encoder at `address`, whose certificate must have `name`; `count` are for streams.
 
-    Raises OSError where the files of a certificate cannot be read.
+    Raises OSError if the files of a certificate cannot be read.
     """
 
     def __init__(self, address: str, name: str, security: ChannelSecurity, count: int) -> None:
@@ -45,19 +45,19 @@ class Connections:
         return len(self._connections)
 
     def connect(self) -> None:
-        """Begins to connect those for streams that are not."""
+        """Connects the ones for streams."""
         self._channels.connect()
 
     async def connected(self) -> None:
-        """Returns when streams can go over each. Raises UsageError where they are being closed."""
+        """Waits until all those for streams are connected. Raises UsageError if they are being closed."""
         await self._channels.connected()
 
     @contextmanager
     def encode(self, request: bytes, timeout: float) -> Iterator[Call]:
-        """Opens a stream for a serialized EncodeRequest, with `timeout` in seconds; it is cancelled when the block is
-        left early. The encoder is told how large the request is, so that one without room says so before it is sent.
+        """Opens a stream for a serialized EncodeRequest, with `timeout` in seconds; it is cancelled if the context is
+        left early. The request's size is announced, so that an encoder without room can refuse before it is sent.
 
-        Raises Unavailable where the connections are being closed: streams that are open may go on, no other begins.
+        Raises Unavailable if the connections are being closed: open streams may continue, new ones cannot.
         """
         connection = min(self._connections, key=lambda connection: connection.open)
         try:

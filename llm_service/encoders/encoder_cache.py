@@ -1,4 +1,4 @@
-"""The encoder cache: one shared-memory arena for embedding rows, which the workers have mapped, and its index."""
+"""The encoder cache: a shared-memory arena for embedding rows, which workers have mapped, and its index."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from common.shm.arena import Range, RangeAllocator, SharedBuffer, aligned
 Watcher = Callable[["CacheEntry"], None]
 
 _OVERTAKINGS = 64
-"""Requests whose items are all here that go before one that waits for room."""
+"""How many requests whose items are all here may overtake one that waits for room."""
 
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """An item's place in the arena. `landed` rows, from the first on, are there, or in the ranks' mirrors at the same
-    place where it is `mirrored`; `error` says why no more will come, `lost` that they went with the mirrors;
-    `stood_at` is where the item stood in the request
-    that asked for it first."""
+    """An item's place in the arena. The first `landed` rows are there, or, if it is `mirrored`, at the same place in
+    the ranks' mirrors; `error` is why no more will come, `lost` means that they went with the mirrors; `stood_at` is
+    the item's field in the request that asked for it first."""
 
     header: Header
     place: Range
@@ -54,7 +53,7 @@ class CacheEntry:
         self._tell()
 
     def error_at(self, field: str) -> TwinlensError:
-        """The error for a caller whose item may stand at another field: one of its own, which names that."""
+        """The error for a caller who knows the item by this field."""
         assert self.error is not None
         return self.error.at(field, instead_of=self.stood_at)
 
@@ -73,11 +72,11 @@ class CacheCounters:
 
 
 class EncoderCache:
-    """Owns the arena. Entries are taken with `acquire`, which the taker must answer with `release`, once for each.
+    """Owns the arena. The caller of `acquire` must `release` each entry once.
 
-    An entry holds all rows of one item, under its `Header.rows_key`, as long as a request is to read it, and after that
-    until the space is needed: whole entries, by `common/shm/eviction`, those that `retained` names last. `on_place` is
-    told of each place that is given to new rows, before anybody else is.
+    An entry holds all rows of one item, under its `Header.rows_key`, as long as a request needs them, and then until
+    the space is needed. Entries are evicted whole, by `common/shm/eviction`, those that `retained` names last.
+    `on_place` is called first for each place that is given to new rows.
     """
 
     def __init__(
@@ -129,24 +128,24 @@ class EncoderCache:
 
     async def acquire(self, headers: Sequence[Header]) -> list[CacheEntry]:
         """The entries of a request's items, in order; waits until all fit at once. They are reserved together or not at
-        all, so two requests that do not fit at the same time go one after the other.
+        all, so two requests that do not fit together go one after the other.
 
-        One that is new has no filler yet: the caller starts it. Raises InvalidInput where they can never fit.
+        A new entry has no filler yet; the caller starts it. Raises InvalidInput if they can never fit.
         """
         self.check_size(headers)
         async with self._turn:  # first come, first served: a large request is not overtaken for ever
             self._overtakings = 0
             while (entries := self._try_acquire(headers)) is None:
                 if not any(entry.refs for entry in self._entries.values()) and self.flush():
-                    continue  # nobody is in the way but cache that cuts the arena in pieces
+                    continue  # only cached entries that fragment the arena are in the way
                 self._lacking = min(self._size(each) for each in headers if not self.knows(each.rows_key))
                 self._freed.clear()
                 await self._freed.wait()
         return entries
 
     def acquire_now(self, headers: Sequence[Header]) -> list[CacheEntry] | None:
-        """As `acquire`, but None where that would have to wait. Who wants nothing waits for nobody, and who wants only
-        what is here goes before those that wait for room, so many times."""
+        """As `acquire`, but None if that would have to wait. Requests without items never wait, and requests whose
+        items are all here may overtake those that wait for room, up to a bound."""
         self.check_size(headers)
         if headers and self._turn.locked():
             if self._overtakings == _OVERTAKINGS or not all(self.knows(header.rows_key) for header in headers):
@@ -155,7 +154,7 @@ class EncoderCache:
         return self._try_acquire(headers)
 
     def check_size(self, headers: Sequence[Header]) -> None:
-        """Raises InvalidInput where these could never be here together: no waiting can help."""
+        """Raises InvalidInput if these can never fit together."""
         sizes = {header.rows_key: self._size(header) for header in headers}
         if sum(sizes.values()) > self.capacity_bytes:
             raise InvalidInput(
@@ -183,7 +182,7 @@ class EncoderCache:
         return taken
 
     def _make_room(self, size: int) -> Range | None:
-        """A place, for which cached entries are dropped; None, and none of them, where that cannot be enough."""
+        """A place, for which cached entries are dropped; None, without dropping any, if that cannot suffice."""
         held = (offset for offset in self._at if self._last_use(offset) is None)
         return eviction.make_room(self._ranges, size, self._oldest(), self._last_use, held, self._evict)
 
@@ -191,7 +190,7 @@ class EncoderCache:
         self._drop(self._at[offset])
 
     def _oldest(self) -> Iterator[int]:
-        """Where idle entries lie, the longest unused first, and at last those that are to be kept."""
+        """The places of idle entries, the least recently used first, retained ones last."""
         retained = []
         for key in self._idle:
             if self._retained(key):
@@ -227,8 +226,8 @@ class EncoderCache:
         self._freed.set()
 
     def _may_be_enough(self, entry: CacheEntry) -> bool:
-        """Whether to look for room again now that an entry is idle. To look for it takes milliseconds of the loop, or
-        tens, where there are ten thousand entries; one that leaves too little around it changes nothing."""
+        """Whether to search for room now that an entry is idle. A search takes milliseconds of the event loop, or tens
+        with ten thousand entries; an entry with too little room around it changes nothing."""
         if not self._turn.locked() or len(self._idle) == len(self._entries):
             return True
         return eviction.fits_around(self._ranges, entry.place.offset, self._lacking, self._last_use)
@@ -237,7 +236,7 @@ class EncoderCache:
         """Makes sure that no new request takes an entry that has failed; its place is freed with the last reference."""
         if self._entries.get(entry.header.rows_key) is entry:
             del self._entries[entry.header.rows_key]
-            self._freed.set()  # who waits may have counted on it
+            self._freed.set()  # waiters may have counted on it
 
     def _drop(self, entry: CacheEntry) -> None:
         if self._entries.get(entry.header.rows_key) is entry:
@@ -245,7 +244,7 @@ class EncoderCache:
             self.forget(entry)
         if entry.filler is None or entry.filler.done() or entry.complete:
             self._free(entry.place)
-        else:  # until its filler has ended, a thread may be writing there
+        else:  # until its filler has ended, a thread may write there
             self._leaving.add(entry.filler)
             entry.filler.add_done_callback(lambda filler: self._left(filler, entry.place))
 
@@ -259,12 +258,12 @@ class EncoderCache:
         self._ranges.free(place)
 
     async def drain(self) -> None:
-        """Returns when nobody writes any more to places that were given up."""
+        """Waits until nobody writes to places that were given up."""
         while self._leaving:
             await asyncio.wait(self._leaving)
 
     def view(self, entry: CacheEntry) -> memoryview:
-        """Where all rows of an entry go; written by its filler alone."""
+        """The place of all rows of an entry; only its filler writes there."""
         begin = entry.place.offset
         return self.buffer.view[begin : begin + self.item_bytes(entry.header)]
 
@@ -279,7 +278,7 @@ class EncoderCache:
         entry.mirrored = True
 
     def lose_mirrors(self) -> None:
-        """The ranks' mirrors are gone: rows that were there are missed, and nobody is to wait for them."""
+        """The ranks' mirrors are gone: their rows are lost, and waiters are told."""
         for entry in [entry for entry in self._entries.values() if entry.mirrored]:
             if not entry.refs:
                 self._drop(entry)
@@ -300,7 +299,7 @@ class EncoderCache:
         return before - self.used_bytes
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the index and the arena disagree."""
+        """Raises AssertionError if the index and the arena disagree."""
         self._ranges.check_integrity()
         kept = [self._entries[key] for key in self._idle]
         assert all(entry.complete and not entry.refs and entry.error is None for entry in kept), "cache is in use"
@@ -312,7 +311,7 @@ class EncoderCache:
         assert evictable == {each.place.offset for each in kept}, "a place in use could be given to others"
 
     def check_idle(self) -> None:
-        """The same, and where something is still held."""
+        """The same, and if something is still held."""
         self.check_integrity()
         kept, used = len(self._idle), sum(self._size(entry.header) for entry in self._entries.values())
         assert kept == len(self._entries), "an entry is still referred to"

@@ -51,7 +51,7 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(slots=True)
 class FetchCounters:
-    """Totals since start; the contract's GetLoad says what each counts."""
+    """Totals since start; see GetLoad in the contract."""
 
     attempts: int = 0
     retries: int = 0
@@ -61,7 +61,7 @@ class FetchCounters:
 
 @dataclass(slots=True)
 class FetchContext:
-    """What all fetches share. `patience` is how long one waits for room at encoders that are full, in seconds."""
+    """What all fetches share. `patience` is how long an item waits for room at full encoders, in seconds."""
 
     pool: EncoderPool
     patience: float
@@ -71,10 +71,10 @@ class FetchContext:
 
 
 class Fetch:
-    """An item of a request on its way in. Whoever makes it closes it; only one task uses it at a time.
+    """Fetches an item of a request. Its creator closes it; only one task uses it at a time.
 
-    `stages` are what was done for it: `hash`, to compute its key; where it was this fetch that brought the rows,
-    `landing`, and the encoder's own with `encoder_` before their names.
+    `stages` are those of the item: `hash`, computing its key; if this fetch brought the rows, `landing`, and the
+    encoder's own stages with the prefix `encoder_`.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Fetch:
         self._lapses = 0
         self._broke = False
         self._attempt: Attempt | None = None
-        self._hedged: set[str] = set()  # over what of it another encoder was asked as well
+        self._hedged: set[str] = set()  # the parts for which another encoder was asked as well
         self._states_rows = False
         patient_until = min(monotonic() + context.patience, request.deadline or float("inf"))
         self._choice = EncoderChoice(context.pool, self._affinity, request, item.field, patient_until)
 
     @property
     def has_content(self) -> bool:
-        """The item came with its content: not by a key or an address, where somebody else has to have it."""
+        """Whether the item came with its content, and not by a key or an address, which somebody else must have."""
         return self._identity.key is not None and not isinstance(self.item.source, Key)
 
     @property
@@ -115,15 +115,15 @@ class Fetch:
         return self.header is not None and self._attempt is not None
 
     def renewed(self) -> Fetch:
-        """The same item to be fetched once more, whatever becomes of this fetch."""
+        """A new fetch of the same item, independent of this one."""
         known = None if self.header is None else KnownHeader(self.header, self._affinity)
         return Fetch(self._context, self.item, self._identity, self._request, known)
 
     async def fetch_header(self, on_wait: Callable[[], None] = lambda: None) -> Header:
-        """The item's header: known from before, or from the first stream that says it, which then stays open.
+        """The item's header: already known, or from the first stream that tells it, which stays open.
 
-        Raises the item's error, or what kept every encoder from answering. `on_wait` is called when the item has to
-        wait for room first; what it raises ends this.
+        Raises the item's error, or the reason why no encoder answered. `on_wait` is called if the item must wait for
+        room first; its errors end this.
         """
         if self.header is None:
             waits_alone, self._choice.on_wait = self._choice.on_wait, on_wait
@@ -137,7 +137,7 @@ class Fetch:
         return self.header
 
     async def fetch_rows(self, cache: EncoderCache, entry: CacheEntry) -> None:
-        """Lands the rows of an entry that are missing; raises what kept them from coming."""
+        """Fetches the missing rows of an entry; raises the reason if that fails."""
         # Not this request's time alone: others may share the rows.
         self._choice.patient_until = monotonic() + self._context.patience
 
@@ -152,7 +152,7 @@ class Fetch:
                 stream = await self._race(first_rows)
                 async with aclosing(stream.rows(cache.view(entry), mirror)) as runs:
                     async for rows, transport in runs:
-                        ended = time.perf_counter()  # what is told once all rows are here is none of their time
+                        ended = time.perf_counter()  # the remaining messages do not count as transfer time
                         cache.advance(entry, rows, transport)
                         self._lapses = 0
             except TwinlensError:  # once all rows are here, how the stream ends is of no account
@@ -201,18 +201,18 @@ class Fetch:
         choice.on_sending()
         header = await self._race(partial(self._fetch_header, first=first))
         if self._attempt is own:
-            del choice.tried[number + 1 :]  # who was asked as well may still be asked for the rows
+            del choice.tried[number + 1 :]  # the other encoder may still be asked for the rows
         self.header = header
         context.header_cache.remember(self._names(header), header, self._salt, self._affinity)
 
     async def _fetch_header(self, attempt: Attempt, first: int) -> Header:
-        """The item's header as its encoder says it, which must be as it is known already."""
+        """The encoder's header of the item, which must agree with what is known."""
         header = await self._ask(attempt, first)
         if self._keeps_others(header):
             self._states_rows = True
             header = await self._ask(attempt, first)
         if self._states_rows and self.header is not None:
-            header = dataclasses.replace(header, key=self.header.key)  # there, they have one of their own
+            header = dataclasses.replace(header, key=self.header.key)  # encoders give it another key there
         self._compare(header)
         return header
 
@@ -228,7 +228,7 @@ class Fetch:
         return dataclasses.replace(self._params, first=first, attempt=attempt.number, broke=self._broke)
 
     async def _first_rows(self, attempt: Attempt, first: int, row_bytes: int) -> RowStream:
-        """What brings the rows from `first` on, once there are any; of several streams, where those are better."""
+        """Delivers the rows from `first` on, once there are any; by several streams if that is better."""
         if attempt.stream is None:
             await self._fetch_header(attempt, first)
         assert self.header is not None
@@ -239,10 +239,9 @@ class Fetch:
         return stream
 
     async def _race(self, work: Callable[[Attempt], Coroutine[Any, Any, T]]) -> T:
-        """What `work` makes of the attempt there is or, once that is overdue, of one at another encoder beside it. The
-        one that is done first stays, and the other is closed. Where one fails, the other goes on alone, unless it is
-        the item that is at fault.
-        """
+        """The result of `work` for the current attempt or, once that is overdue, for a second attempt at another
+        encoder. The first to finish stays, and the other is closed. If one fails, the other continues alone, unless the
+        item is at fault."""
         assert self._attempt is not None
         race = {asyncio.create_task(work(self._attempt), name="ask an encoder"): self._attempt}
         look = min(_LOOK_SECONDS, self._context.pool.settings.hedge / 4) or None
@@ -258,7 +257,7 @@ class Fetch:
             await _end(race, self._attempt)
 
     def _is_won(self, race: dict[asyncio.Task[T], Attempt]) -> bool:
-        """Whether one of these attempts has come to its end, which is that of all; it is the fetch's from now on."""
+        """Whether one of these attempts has ended the race; the fetch continues with it."""
         for task in [task for task in race if task.done()]:
             attempt, error = race[task], task.exception()
             if len(race) > 1 and error is not None and self._leaves_to_other(attempt, error, race.values()):
@@ -269,7 +268,7 @@ class Fetch:
         return False
 
     def _leaves_to_other(self, attempt: Attempt, error: BaseException, both: Iterable[Attempt]) -> bool:
-        """Whether an error that ended one of two attempts leaves it to the other, which then is the only one."""
+        """Whether an error of one of two attempts leaves the item to the other, which then is the only one."""
         own = attempt is self._attempt
         if isinstance(error, _RETRIED):
             with suppress(Exhausted):
@@ -290,7 +289,7 @@ class Fetch:
         self._context.counters.retries -= 1
 
     def _hedge(self, own: Attempt) -> Attempt | None:
-        """Another attempt, beside one that is overdue, at an encoder that would have done long ago."""
+        """A second attempt, beside one that is overdue, at an encoder that would have finished long ago."""
         waited, pace = own.waited, own.replica.pace
         if waited < self._context.pool.settings.hedge and not (waited and pace.is_slow_since(own.opened)):
             return None
@@ -301,9 +300,9 @@ class Fetch:
         return Attempt(replica, number)
 
     def _elsewhere(self, own: Attempt, waited: float) -> Replica | None:
-        """An encoder at which an item would wait far less than it has at its own, which turns slow by that. It is asked
-        for at another one once for its header, before which no device has it, and once for its rows; a retry is spent
-        on that, and none is sought for what may be deadly, or lies at its own alone."""
+        """An encoder at which an item would wait far less than it has waited at its own, which is marked slow. Another
+        encoder is asked once for the header, before which no device has the item, and once for its rows. This spends a
+        retry, and is not done for items that may be deadly, or are only at their own encoder."""
         context = self._context
         if own.owes in self._hedged or isinstance(self.item.source, Key) or context.pool.is_suspect(self._affinity):
             return None
@@ -322,15 +321,16 @@ class Fetch:
         return replica
 
     def _names(self, header: Header) -> set[bytes]:
-        """What the header is to be known by: its key, and what the item is recalled by, if that says the same. Of an
-        address it is how the next caller will ask, who states the key that this one is told."""
+        """The names of the header: its key, and the name by which the item is recalled, if the header agrees with it.
+        For an address, it is the name that the next caller will use, who states the key that this one is told."""
         if self._identity.key is None:
             return {header.key, given_by(self.item, header.key)}
         same = self._identity.key == header.key and self._identity.recalled is not None
         return {header.key, self._identity.recalled or b""} if same else {header.key}
 
     def _item(self) -> MediaItem:
-        """What an encoder is asked for: once it is known what an address gives, it need not be fetched again."""
+        """The item as encoders are asked for it: once it is known what an address gives, it need not be fetched
+        again."""
         if self.header is None:
             return self.item
         if self._states_rows:
@@ -342,8 +342,8 @@ class Fetch:
         return dataclasses.replace(self.item, source=Url(self.item.source.address, self.header.key))
 
     def _keeps_others(self, header: Header) -> bool:
-        """Of a pruned video, the encoder has kept other rows than those that we know: where two differ by rounding, so
-        may what they choose. It is then told which. Of an item by its key alone, it cannot be."""
+        """Whether the encoder has kept other rows of a pruned video than those known here: if results differ by
+        rounding, so may the choice. It is then told which to keep, unless the item is only a key."""
         known = self.header
         return (
             known is not None
@@ -355,7 +355,7 @@ class Fetch:
         )
 
     def _compare(self, header: Header) -> None:
-        """Two encoders, or an encoder and the bytes that we hold, must agree on what an item is."""
+        """Two encoders, or an encoder and our own bytes, must agree about an item."""
         if self._identity.key not in (None, header.key) or header.modality != self.item.modality:
             raise DataLoss("an encoder sent another item's header")
         if self.header is not None and dataclasses.replace(header, cached=self.header.cached) != self.header:
@@ -367,11 +367,11 @@ class Fetch:
             raise DataLoss("two encoders contradict each other on an item")
 
     async def _after(self, error: TwinlensError) -> None:
-        """Returns where another stream is worth its while; else raises the error, or what it amounts to.
+        """Returns if another stream is worthwhile; else raises the error, or what it means for the caller.
 
-        A stream that breaks is opened again, on another encoder where there is one, from the first row that is missing:
-        rows are the same wherever they are computed. An encoder that is full is passed over, or waited for where all
-        are. What is the item's own fault is not tried again.
+        A broken stream is reopened, on another encoder if there is one, from the first missing row: rows are equal
+        wherever they are computed. A full encoder is skipped, or waited for if all are full. Errors of the item itself
+        are final.
         """
         attempt = self._attempt
         if attempt is None:  # none could be picked, and that was waited for
@@ -382,7 +382,7 @@ class Fetch:
         self._charge(attempt, error, begun=begun)
         if error.reason in (MEDIA_HOST, MEDIA_CHANGED):  # it is the item's doing, and no other can do better
             raise error
-        if error.reason == ENCODER_SLOW:  # which may be the item's doing as well
+        if error.reason == ENCODER_SLOW:  # the item may be the cause as well
             if self._elsewhere(attempt, self._context.pool.settings.timeout) is None:
                 raise error
             self._broke = True
@@ -398,8 +398,8 @@ class Fetch:
             return
         self._broke = True
         if error.reason in (LEASE_EXPIRED, CALLER_STALLED):
-            # We were late, mostly since another item's header was: the encoder did well, and has the rows. It is asked
-            # for them again, though not for ever where nothing at all arrives in time.
+            # We were late, usually because another item's header was: the encoder did well, and has the rows. It is
+            # asked again, though not forever if nothing arrives in time.
             self._lapses += 1
             if self._lapses >= _ATTEMPTS:
                 raise error
@@ -415,8 +415,8 @@ class Fetch:
         self._context.counters.retries += 1
 
     def _charge(self, attempt: Attempt, error: TwinlensError, *, begun: bool) -> None:
-        """Has the end of an attempt count for its encoder, which had `heard` of it. Raises Exhausted where the item
-        never fits."""
+        """Records the end of an attempt for its encoder, which had `heard` of it. Raises Exhausted if the item never
+        fits."""
         replica = attempt.replica
         if isinstance(error, NotFound):
             self._choice.exclude(replica)
@@ -429,7 +429,7 @@ class Fetch:
 
 
 async def _end(race: dict[asyncio.Task[T], Attempt], but: Attempt | None) -> None:
-    """Ends all attempts `but` one. Nothing is left there: an error that is raised would keep itself by it."""
+    """Ends all attempts except one. Leaves no references behind: a raised error would keep itself alive."""
     for task in race:
         task.cancel()
     await asyncio.gather(*race, return_exceptions=True)

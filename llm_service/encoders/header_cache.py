@@ -12,24 +12,24 @@ from common.media.item import Header, Modality
 _REMEMBERED = 16_384
 _REMEMBERED_BYTES = 64 << 20
 _ENTRY_BYTES = 1024
-"""Of an entry without what a header holds of any length: objects, names, the place in the dictionary."""
+"""Bytes of an entry without the header's parts of variable size."""
 _PART_BYTES = 256
-"""Of a part of what stands in a prompt for an item, without its tokens and positions."""
+"""Bytes of a part of an item's layout, without its tokens and positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownHeader:
-    """A header, and the affinity by which the encoder that sent it was chosen: it, if any, has the rows."""
+    """A header, and the affinity by which its encoder was chosen, which is the likeliest to have the rows."""
 
     header: Header
     affinity: bytes
 
 
 class HeaderCache:
-    """Headers by content key, the longest unused forgotten first, bounded in number and in bytes: a header may carry
-    what stands in a prompt for its item, and a row mask.
+    """Headers by content key, the least recently used forgotten first, bounded in number and bytes: a header may have
+    an item's layout and a row mask.
 
-    A key stands for content, options and tenant; but a caller may state any key, so the tenant is compared as well.
+    A key covers content, options and tenant; but callers may state any key, so the tenant is compared as well.
     """
 
     def __init__(self, max_entries: int = _REMEMBERED, max_bytes: int = _REMEMBERED_BYTES) -> None:
@@ -39,7 +39,7 @@ class HeaderCache:
         """Bytes of all that is remembered, an estimate from above."""
 
     def find(self, name: bytes | None, salt: str, modality: Modality) -> KnownHeader | None:
-        """What is known of an item that was seen under this salt."""
+        """What is known of an item seen under this salt."""
         place = (name or b"", salt, modality)
         if (known := self._known.get(place)) is not None:
             self._known.move_to_end(place)
@@ -67,6 +67,6 @@ class HeaderCache:
 
 
 def _size(header: Header) -> int:
-    """Bytes of one; what several names share is counted for each."""
+    """The bytes of one; shared parts count for each name."""
     parts = sum(_PART_BYTES + 4 * len(part.text) + len(part.positions) for part in header.replacement)
     return _ENTRY_BYTES + 32 * len(header.timestamps) + len(header.kept_rows) + parts

@@ -1,4 +1,4 @@
-"""Whether an encoder lives: asked again and again, and at once when a stream to it breaks."""
+"""Whether an encoder is alive: checked regularly, and at once when a stream to it breaks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from llm_service.encoders.breaker import Quarantine
 CHECK_SECONDS = 0.5
 """From one question to the next."""
 _LATE = 2
-"""Questions in a row that were not answered in time after which an encoder is gone."""
+"""Consecutive checks not answered in time after which an encoder is gone."""
 
 _log = log.get("encoders")
 
 
 class Verdict(Enum):
-    """What a question to an encoder has shown. Under load the second looks like the third.
+    """The result of a check. Under load, an encoder that is late looks like one that is gone.
 
-    An encoder that was late once, or that is merely suspected, is not taken for dead: it is used where there is no
-    other, and no item is blamed for its end, until the next question decides.
+    An encoder that was late once, or is only suspected, is not taken for dead: it is used if there is no other, and no
+    item is blamed for its end, until the next check decides.
     """
 
     ANSWERS = auto()
@@ -33,11 +33,11 @@ class Verdict(Enum):
 
 
 class EncoderHealth:
-    """What is known of one encoder. `answers` is the last verdict, unless a stream has broken since; `fits`: it
-    has answered, with our digest, and has not been gone since; `last_heard` is when it last said something, in a
-    stream or to a question.
+    """What is known of one encoder. `answers` is the last verdict, unless a stream has broken since; `fits`: it has
+    answered with our digest, and has not been gone since; `last_heard` is when it last sent anything, in a stream or as
+    an answer.
 
-    It is asked every `check_seconds`.
+    It is checked every `check_seconds`.
     """
 
     def __init__(self, address: str, quarantine: Quarantine, check_seconds: float = CHECK_SECONDS) -> None:
@@ -75,10 +75,10 @@ class EncoderHealth:
                 # It has just been suspected: soon, but no storm of questions.
                 await asyncio.sleep(self._check_seconds / 5)
         finally:
-            self._judged.set()  # nobody may wait for a verdict that will not come
+            self._judged.set()  # waiters must not wait for a verdict that will not come
 
     def judge(self, verdict: Verdict) -> None:
-        """Draws the conclusions. Where an encoder is gone, the items whose streams broke with it may be why."""
+        """Records a verdict. If an encoder is gone, the items whose streams broke with it may be the cause."""
         self._late = self._late + 1 if verdict is Verdict.LATE else 0
         answers = verdict is Verdict.ANSWERS
         if answers != self.answers:
@@ -94,11 +94,11 @@ class EncoderHealth:
         self._judged.set()
 
     async def judged(self) -> None:
-        """Returns when it is known what became of an encoder that was suspected."""
+        """Waits until it is known what became of a suspected encoder."""
         await self._judged.wait()
 
     async def is_gone(self) -> bool:
-        """Whether an encoder that was suspected is no longer there."""
+        """Whether a suspected encoder is gone."""
         await self.judged()
         return not self.fits
 
@@ -107,8 +107,8 @@ class EncoderHealth:
         return affinity in self._at_its_end
 
     def suspect(self, affinity: bytes | None = None) -> None:
-        """Takes the encoder out of use until it has answered again, which is asked at once. `affinity` is of an item
-        that it had begun on when the connection broke."""
+        """Takes the encoder out of use until it has answered a check, which is made at once. `affinity` is that of an
+        item that it had begun when the connection broke."""
         self.answers = False
         if affinity is not None:
             self._at_its_end.add(affinity)

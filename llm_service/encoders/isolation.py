@@ -1,6 +1,6 @@
-"""Keeps items over which an encoder has died, perhaps by chance, apart from each other.
+"""Keeps items over which an encoder has died, maybe by chance, apart from each other.
 
-One of them may be deadly. Were others of them with it at the next encoder, that one's death would be their second, too.
+One of them may be deadly. If others were with it at the next encoder, its death would count against them a second time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 
 class Isolation:
-    """Whose suspects are at which encoder: those of one request at a time. All items of a request may be there at once,
-    since it ends none before all have begun."""
+    """Which request's suspects are at which encoder: those of one request at a time. All items of a request may be
+    there together, since the request needs them all to begin."""
 
     def __init__(self) -> None:
         self._there: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What is known of an item before any encoder is asked: its content key, and what repeats of it have in common."""
+"""What is known of an item before any encoder is asked: its content key, and what its repeats have in common."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from llm_service.request import MediaItem
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`key` is the content key, None for what an address gives; `affinity` is alike for repeats of an item.
+    """`key` is the content key, None for the content of an address; `affinity` is equal for repeats of an item.
 
-    `recalled` is the name under which a header that was seen before may stand for the item: the key; where a type was
-    stated, which is no part of the key and might not be true of the content, a name for both; of an address with the
-    key that it is said to have given, a name that an encoder's answer about them makes known; None where an encoder has
-    to look at the item in any case.
+    `recalled` is the name under which a known header may apply to the item: the key; with a stated type, which is not
+    part of the key and may be wrong, a name for both; for an address with a stated key, a name that an encoder's answer
+    about both makes known; None if an encoder must inspect the item in any case.
     """
 
     key: bytes | None
@@ -28,7 +27,7 @@ class Identity:
 
 
 async def identify(item: MediaItem, digest: str, salt: str) -> Identity:
-    """Hashes an item's content, off the event loop where that takes long; `digest` is the encoders'.
+    """Hashes an item's content, in a thread if that takes long; `digest` is the encoders'.
 
     Raises InvalidInput for a data address that is not base64.
     """
@@ -47,8 +46,8 @@ async def identify(item: MediaItem, digest: str, salt: str) -> Identity:
 
 
 def given_by(item: MediaItem, key: bytes) -> bytes:
-    """The name of what an address gave under these options, with this type stated. Encoders alone know which addresses
-    are allowed, so it is given only where one has answered for exactly this."""
+    """The name of what an address gave under these options and this stated type. Only encoders know which addresses are
+    allowed, so it is used only after one has answered for exactly these."""
     assert isinstance(item.source, Url)
     options = canonical(asdict(item.options))
     return hashlib.sha256(framed(item.source.address.encode(), key, options, item.mime_type.encode())).digest()

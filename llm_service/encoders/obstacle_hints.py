@@ -1,4 +1,4 @@
-"""Why an encoder does not answer, and which option of this service may mend it."""
+"""Hints why an encoder does not answer, and which option of this service may help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from twinlens.obstacles import Obstacle, obstacle_in
 
 
 def hint(code: grpc.StatusCode, details: str, security: ChannelSecurity) -> str:
-    """Why a question to an encoder failed, and which option of this service may mend it. It is for our own log."""
+    """Why a check of an encoder failed, and which option of this service may help; for our own log."""
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return "it needs a token, or a different one: --encoder-token-file"
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -1,7 +1,7 @@
-"""An item's rows over several streams at the same time, each of which brings a stretch of them.
+"""An item's rows over several streams at once, each with a part of them.
 
-It is for links on which one connection is the bottleneck: whose round trips are long for its window, or which are
-faster than one connection is served. Elsewhere parts take as long as one stream, or longer (docs/PERFORMANCE.md).
+This is for links on which one connection is the bottleneck: with round trips too long for its window, or faster than
+one connection is served. Elsewhere it takes as long as one stream, or longer (docs/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llm_service.request import MediaItem
 
 
 class ParallelStreams:
-    """Streams of one item whose stretches follow each other; it has what `EncodeStream` has for who reads rows."""
+    """Streams of one item with consecutive parts; readers use it like an `EncodeStream`."""
 
     def __init__(self, streams: Sequence[EncodeStream], stretches: Sequence[tuple[int, int]]) -> None:
         self._streams = streams
@@ -45,7 +45,7 @@ class ParallelStreams:
         return self._streams[0].waited(with_room=with_room)
 
     async def arrived(self) -> None:
-        """Returns when the first rows are here; what comes behind them waits to be read."""
+        """Waits for the first rows; later ones wait to be read."""
         await self._streams[0].arrived()
 
     @property
@@ -61,7 +61,7 @@ class ParallelStreams:
     async def rows(
         self, target: memoryview, mirror: MirrorPlace | None = None
     ) -> AsyncGenerator[tuple[int, int], None]:
-        """As `EncodeStream.rows`: what is yielded counts rows without a gap, whatever has landed behind them."""
+        """As `EncodeStream.rows`: the yielded counts have no gaps, whatever has arrived behind them."""
         landed, told = [0] * len(self._streams), 0
         readers = [partial(self._read, part, target, mirror) for part in range(len(self._streams))]
         async with aclosing(merged(readers)) as news:
@@ -91,11 +91,11 @@ class ParallelStreams:
 async def open_parallel(
     replica: Replica, item: MediaItem, params: EncodeParams, header: Header, row_bytes: int, holds: ExitStack
 ) -> ParallelStreams | None:
-    """Streams for the rows of an item from `params.first` on, which `holds` closes; None where one should bring them,
-    and `holds` is to be closed.
+    """Streams for the rows of an item from `params.first` on, closed by `holds`; None if a single stream is better, in
+    which case `holds` is to be closed.
 
-    They ask for the item by its key, so its own stream has to be open until they are: without it, the encoder need not
-    have the key. Whatever they fail with, that stream can still bring all rows.
+    They request the item by its key, so its own stream must stay open until they are: without it, the encoder need not
+    have the key. If they fail, that stream can still bring all rows.
     """
     count = replica.parts((header.tokens - params.first) * row_bytes)
     if count < 2:
@@ -122,6 +122,6 @@ async def open_parallel(
 
 
 def _stretches(first: int, tokens: int, count: int) -> list[tuple[int, int]]:
-    """Rows [first, tokens) in so many parts, each as its first row and its end."""
+    """Rows [first, tokens) in so many parts, each with its first row and its end."""
     missing = tokens - first
     return list(pairwise(first + missing * part // count for part in range(count + 1)))

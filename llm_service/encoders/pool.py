@@ -1,7 +1,7 @@
-"""The encoders that can be asked: found by address, name or list, which are read again while running.
+"""The encoders, found by address, name or list, which are resolved repeatedly.
 
 An item goes to the encoder that rendezvous hashing picks for its content, so that repeats meet their cache and a change
-in the list moves few items; an encoder that is crowded or slow is passed over.
+in the list moves few items; crowded and slow encoders are skipped.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from llm_service.encoders.wait_queue import WaitQueue
 
 _log = log.get("encoders")
 _CROWDED_CALLS = 8
-"""Calls under way at which the next choice is taken instead, where that one has fewer."""
+"""Calls in progress at which the next choice is taken if it has fewer."""
 _CROWDED_PATCHES = 65_536
-"""Patches that wait or are computed at an encoder, for anyone, at which the next choice is taken, likewise."""
+"""Patches that wait or are computed at an encoder, for anyone, at which the next choice is taken if it has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedReplica:
-    """An encoder, and the task that asks it what it is."""
+    """An encoder, and the task that checks it."""
 
     replica: Replica
     watcher: asyncio.Task[None]
@@ -50,8 +50,8 @@ def _renew(watched: WatchedReplica, grace: float) -> Coroutine[Any, Any, None]:
 
 
 class EncoderPool:
-    """All encoders of one service, at `addresses` as `Resolver` takes them; streams at an encoder whose address has
-    gone may go on to their end."""
+    """All encoders of one service, at `addresses` in the form of `Resolver`; streams at an encoder whose address has
+    gone may finish."""
 
     def __init__(self, addresses: Sequence[str], settings: EncoderSettings) -> None:
         self.settings = settings
@@ -102,8 +102,8 @@ class EncoderPool:
         return WatchedReplica(replica, tasks.start(replica.watch(self._changed), f"watch {address}"))
 
     async def refuses(self, affinity: bytes) -> bool:
-        """Whether two encoders crashed on this item; where that is still in question it is waited for, so that no
-        third one does."""
+        """Whether two encoders crashed over this item; if that is still being found out, waits for it, so that no third
+        one does."""
         suspects = self._suspected_with(affinity)
         if len(suspects) + self.quarantine.deaths(affinity) >= DEATHS:
             await asyncio.gather(*(health.judged() for health in suspects))
@@ -117,11 +117,11 @@ class EncoderPool:
         return [replica.health for replica in self.replicas if replica.health.is_suspected_with(affinity)]
 
     async def pick(self, affinity: bytes, tried: Collection[str] = (), lacking: Collection[str] = ()) -> Replica:
-        """The encoder for an item, by what makes repeats of it alike; one that was not tried yet, where there is one,
-        and none that is known to be `lacking` it.
+        """The encoder for an item, by what its repeats have in common; one that was not tried yet, if there is one, and
+        none that is known to be `lacking` it.
 
-        Where none can be used for most of a second, one is taken of which that is not certain. Raises Unavailable where
-        there is none of those either.
+        If none can be used for most of a second, an uncertain one is taken. Raises Unavailable if there is none of
+        these either.
         """
 
         def able(is_able: Callable[[Replica], bool]) -> list[Replica]:
@@ -150,7 +150,7 @@ class EncoderPool:
 
     def another(self, affinity: bytes, avoided: Collection[str], able: Callable[[Replica], bool]) -> Replica | None:
         """An encoder for an item that is overdue at its own, at none of the `avoided` addresses, that is `able` to do
-        better; None where there is none, or where items wait for room."""
+        better; None if there is none, or if items wait for room."""
         if len(self.wait_queue):
             return None
         others = [replica for replica in self.replicas if replica.usable and replica.address not in avoided]
@@ -159,7 +159,7 @@ class EncoderPool:
 
 
 def _choose(affinity: bytes, replicas: Sequence[Replica]) -> Replica:
-    """By rank, but past those that are full, slow or crowded while others are not."""
+    """The first by rank, skipping those that are full, slow or crowded while others are not."""
     in_order = ranked(affinity, replicas, lambda replica: replica.address)
     roomy = [replica for replica in in_order if not replica.full] or in_order
     roomy = [replica for replica in roomy if not replica.passed_over] or roomy

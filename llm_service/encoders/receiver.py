@@ -1,7 +1,7 @@
 """Brings a request's media into the row arena: headers first, so that the prompt can be laid out, then rows.
 
-Filling an entry belongs to the entry, not to the request that began it: others may wait for the same rows, so that
-request's deadline does not bound the stream; when it ends, and nobody else waits, the stream is cancelled.
+Filling an entry is not tied to the request that began it, since others may wait for the same rows: its deadline does
+not bound the stream; when it ends, and nobody else waits, the stream is cancelled.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from llm_service.encoders.pool import EncoderPool
 from llm_service.request import MediaItem, Request
 
 _HEADER_SECONDS = 1.0
-"""How long the items of a request keep places at encoders for one whose header has not come: it may be a download."""
+"""How long items of a request keep places at encoders while one header is missing, which may be a download."""
 
 
 class RowReceiver:
     """Fills entries of the encoder cache from encoders. `patience` is how long an item waits for room at full encoders,
-    `budget` what bounds retries; items wait `header_seconds` for each other's headers before they leave places."""
+    `budget` bounds retries; items wait `header_seconds` for each other's headers before they leave their places."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RowReceiver:
         self._context = FetchContext(pool, patience, budget=budget or RetryBudget())
         self.cache = cache
         self._others: dict[CacheEntry, Fetch | None] = {}
-        """Entries that are filled by a key or an address alone, with the fetch of one who came with the content."""
+        """Entries being filled by a key or an address alone, with the fetch of a caller who brought the content."""
         self._early: dict[Fetch, CacheEntry] = {}
         """Entries that are here before their request has all of its headers, for the fetch that stands for each."""
 
@@ -67,11 +67,11 @@ class RowReceiver:
         give_back: Callable[[], None] = lambda: None,
         on_wait: Callable[[], None] = lambda: None,
     ) -> list[CacheEntry]:
-        """Entries for these items of one request, whose rows land in the background; waits until all have room.
+        """Entries for these items of one request, whose rows arrive in the background; waits until all have room.
 
-        The fetches are used up. The caller owns the entries and releases each once. `give_back` releases what the
-        caller has already: it is called before anything is waited for, but not before entries that are here are taken
-        anew, so that rows on their way go on. `on_wait` is called where rows are to come, or room: it may raise.
+        The fetches are consumed. The caller owns the entries and releases each once. `give_back` releases what the
+        caller holds already: it is called before any waiting, but after entries that are here have been taken again, so
+        that rows on their way continue. `on_wait` is called if rows or room must be waited for, and may raise.
         """
         try:
             for fetch in fetches:
@@ -99,7 +99,7 @@ class RowReceiver:
             self._others[entry] = fetch.renewed()
 
     def _start_filler(self, entry: CacheEntry, fetch: Fetch) -> asyncio.Task[None]:
-        """The task that lands an entry's rows; its stream is closed even where it is cancelled before it has begun."""
+        """The task that fetches an entry's rows; its stream is closed even if it is cancelled before it starts."""
         filler = asyncio.create_task(self._fill(entry, fetch), name="fill rows")
         if not fetch.has_content:
             self._others[entry] = None
@@ -107,7 +107,7 @@ class RowReceiver:
         def ended(task: asyncio.Task[None]) -> None:
             fetch.close()
             self._others.pop(entry, None)
-            if task.cancelled():  # which it keeps: frames of it lead to the item's content, and back to the entry
+            if task.cancelled():  # the task keeps the exception, whose frames hold the item's content and the entry
                 with contextlib.suppress(asyncio.CancelledError):
                     task.result()
 
@@ -115,10 +115,10 @@ class RowReceiver:
         return filler
 
     async def fetch_headers(self, request: Request, on_wait: Callable[[], None] = lambda: None) -> list[Fetch]:
-        """A fetch for each item, its header known; a stream is open for those whose header had to be asked for.
+        """A fetch for each item, with its header; those whose header had to be requested have an open stream.
 
-        The caller hands them to `acquire`, or to `close`. Raises the error of the first item that fails. `on_wait` is
-        called before an encoder is asked: it may raise.
+        The caller passes them to `acquire`, or to `close`. Raises the error of the first item that fails. `on_wait` is
+        called before an encoder is asked, and may raise.
         """
         fetches: list[Fetch | None] = [None] * len(request.media)
         late = False
@@ -159,18 +159,18 @@ class RowReceiver:
 
     def _leave_place(self, fetch: Fetch) -> Fetch:
         """Has an item with a header keep its place at an encoder no longer than the encoder needs; returns the fetch
-        that stands for it from now on.
+        that replaces it.
 
-        It is for one whose request has another item that waits for a place, or whose header is late: requests that keep
-        places while they wait for more of them wait for each other, and all others for a download.
+        This is for requests with another item that waits for a place, or whose header is late: requests that keep
+        places while they wait for more would wait for each other, and all others for a download.
         """
         assert fetch.header is not None
-        # The rows are read before the request's last header has come, where they have room: nothing crosses twice then,
-        # and the place is free as soon as the encoder has computed them.
+        # The rows are read before the request's last header has come, if they have room: nothing is transferred twice
+        # then, and the place is free once the encoder has computed them.
         entries = self.cache.acquire_now([fetch.header])
         if entries is None:
-            # Without room here, the place can only be left: the item is sent again in its turn, and is computed again
-            # where the encoder had not begun on it, or no longer has its rows.
+            # Without room here, the place can only be given up: the item is sent again later, and computed again if the
+            # encoder had not begun it, or no longer has its rows.
             fetch.close()
             return fetch
         (entry,) = entries
@@ -185,8 +185,8 @@ class RowReceiver:
             self.cache.release(entry)
 
     def _recall(self, item: MediaItem, identity: Identity, salt: str) -> KnownHeader | None:
-        """What is known of an item from before. What an address gave is believed only where an encoder has said so of
-        this address (it may refuse others), and its rows are here: if they had to be fetched again, the address might
+        """What is known of an item from before. For an address it is used only if an encoder has confirmed it for this
+        address (others may refuse it), and if the rows are here: if they had to be fetched again, the address might
         give something else by then."""
         known = self._context.header_cache.find(identity.recalled, salt, item.modality)
         if known is None or (identity.key is None and not self.cache.knows(known.header.rows_key)):
@@ -196,8 +196,8 @@ class RowReceiver:
     async def _room(
         self, fetches: Sequence[Fetch], give_back: Callable[[], None], on_wait: Callable[[], None]
     ) -> list[CacheEntry]:
-        """Room for all items. Where it has to be waited for, no stream stays open: an encoder keeps nothing for a
-        caller who does not read."""
+        """Room for all items. If it must be waited for, no stream stays open: an encoder keeps nothing for a caller who
+        does not read."""
         wanted = headers_of(fetches)
         if not all(self.cache.holds(header.rows_key) for header in wanted):
             on_wait()
@@ -222,7 +222,7 @@ class RowReceiver:
                 entry.fail(Internal("the rows of an item could not be received"))
 
     async def _fetch_rows(self, entry: CacheEntry, fetch: Fetch) -> None:
-        """By this fetch or, where its key or address has failed, by that of one who has come with the content."""
+        """By this fetch or, if its key or address has failed, by that of a caller who has brought the content."""
         try:
             await fetch.fetch_rows(self.cache, entry)
         except TwinlensError as error:
@@ -234,14 +234,14 @@ class RowReceiver:
             fetch.stages |= other.stages
 
     def close(self, fetches: Iterable[Fetch]) -> None:
-        """Ends their streams; what an encoder has not begun on, and nobody else wants, it drops."""
+        """Closes their streams; encoders drop what they have not begun and nobody else wants."""
         for fetch in fetches:
             self._give_up_early(fetch)
             fetch.close()
 
 
 def _is_of_the_source(error: TwinlensError) -> bool:
-    """Whether it says nothing of an item but that it cannot be had where it was to be had."""
+    """Whether the error only says that the item is not available where it was to be found."""
     gone = isinstance(error, NotFound | Forbidden | Precondition)
     return gone or error.reason in (MEDIA_HOST, MEDIA_CHANGED, "MEDIA_HOST_SLOW", "FETCHES_BUSY")
 

@@ -1,4 +1,4 @@
-"""One encoder as this service sees it: a channel, whether it can be used, its memory where the host is shared."""
+"""One encoder as seen by this service: its channels, whether it can be used, and its shared memory on the same host."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ from twinlens.v1 import encoder_pb2
 _log = log.get("encoders")
 _CHECK_TIMEOUT = 2.0
 _LARGE = 256 << 10
-"""Bytes of content whose copy would hold up the event loop for longer than to have a thread make it."""
+"""Bytes of content whose copy is made in a thread, since it would block the event loop for longer than that costs."""
 _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSettings:
-    """How this service deals with encoders.
+    """How this service uses encoders.
 
-    `digest` is what theirs must be, `merge` the patches on a side of one row, `layout_from_encoder` that
-    their headers say what stands in a prompt; `timeout` bounds a stream and `silence`
-    the time between its events, in seconds, and `hedge` is how long an item waits for its first row before another
-    encoder is asked as well, 0 for ever; `connections` is how many there are to each; `local_dir` is the folder of
-    local sockets that are files. `mirrors` are those that ranks keep of the row arena, `nixl` what reads that of
-    encoders by NIXL.
+    `digest` is the required digest, `merge` the patches on a side of one row, `layout_from_encoder` says that headers
+    state items' layouts; `timeout` bounds a stream and `silence` the time between its events, in seconds, and `hedge`
+    is how long an item waits for its first row before another encoder is asked as well, 0 for ever; `connections` is
+    their number per encoder; `local_dir` is the folder of local sockets that are files. `mirrors` are the ranks'
+    mirrors of the row arena, `nixl` reads encoders' memory by NIXL.
 
-    The rest are no options. Addresses are looked up every `resolve_seconds`, and an encoder is asked every
-    `check_seconds` whether it lives; where none can be used, an item waits `pick_seconds` for one. A part of an item's
-    rows has at least `part_bytes`: below it, opening one more stream takes longer than it can save.
+    The rest are not options. Addresses are resolved every `resolve_seconds`, and encoders checked every
+    `check_seconds`; if none can be used, an item waits `pick_seconds` for one. A part of an item's rows has at least
+    `part_bytes`: below that, opening one more stream takes longer than it can save.
     """
 
     digest: str
@@ -73,8 +72,8 @@ class EncoderSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeParams:
-    """What is told to an encoder with an item: whose it is, from which row on it is wanted and before which one to stop
-    (0: none), and how often before. After a stream of the item `broke`, not every way is tried: see `Transport`."""
+    """Parameters of an item's request: its owner, the first row wanted, the row before which to stop (0: none), and the
+    number of earlier attempts. After a stream of the item `broke`, some transports are left out: see `Transport`."""
 
     request_id: str
     salt: str
@@ -87,8 +86,8 @@ class EncodeParams:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """An EncodeRequest as it is sent, and what its stream must know of it: by which transports rows may come, and where
-    the item stands in its request."""
+    """An EncodeRequest as sent, and what its stream must know: the transports by which rows may come, and the item's
+    field in its request."""
 
     body: bytes
     transports: list[Transport]
@@ -97,9 +96,9 @@ class PreparedRequest:
 
 
 class Replica:
-    """An encoder at one address. `watch` keeps `health` true to life until it is cancelled. `on_room` is called when
+    """An encoder at one address. `watch` keeps `health` up to date until it is cancelled. `on_room` is called when
     there may be room for one more item. `trouble` is why it could not be used last, and `starting` that it said so;
-    `last_load` is what it said of its load last."""
+    `last_load` is its last load."""
 
     def __init__(
         self,
@@ -140,19 +139,19 @@ class Replica:
         return Connections(self.address, self.name, self._settings.security, self._settings.connections)
 
     def reconnect(self) -> Connections:
-        """Has further calls take new connections, by the files that there are now. Returns those before, on which
-        others may be under way. Raises OSError where the files cannot be read just now: all stays as it is then."""
+        """Has further calls use new connections, with the current files. Returns the old ones, where calls may be in
+        progress. Raises OSError if the files cannot be read now, without any change."""
         before, self._connections = self._connections, self._connect()
         return before
 
     @property
     def usable(self) -> bool:
-        """It answers, computes what we expect, and its streams hold."""
+        """Whether it answers, has our digest, and its streams hold."""
         return self.health.answers and self.breaker.closed
 
     @property
     def unsure(self) -> bool:
-        """It may answer as before: `EncoderHealth.unsure`. For those who have nobody else to ask."""
+        """Whether it may still be up: `EncoderHealth.unsure`. For use if there is no other."""
         return self.health.unsure and self.breaker.closed
 
     @property
@@ -162,12 +161,12 @@ class Replica:
 
     @property
     def passed_over(self) -> bool:
-        """Items have waited far too long there, and it is not to be tried again now."""
+        """Whether items have waited far too long there, and it is not to be tried again yet."""
         return self.pace.slow and not (self.pace.may_be_tried and not self._streams)
 
     def expected(self, patches: int) -> float:
-        """Seconds for which an item of so many patches, sent there now, would wait for its first row: as those of late
-        did, or as long as one waits already, or as the encoder reckons itself."""
+        """Seconds that an item of so many patches, sent now, would wait for its first row: as recent items did, or as
+        long as one waits already, or by the encoder's own estimate."""
         waiting = max((stream.waited() for stream in self._streams if not stream.has_rows), default=0.0)
         return max(self.pace.expected(patches), waiting, self.last_load.estimated_milliseconds / 1000)
 
@@ -178,13 +177,13 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Patches that wait or are computed there, for anyone: what it said last or, where that is more, what it has
-        announced on streams of ours, which may be news to it since."""
+        """Patches that wait or are computed there, for anyone: its last report or, if that is more, what it has
+        announced on our streams since."""
         ours = {each.announced.key: each.announced.grid.patches for each in self._streams if each.announced}
         return max(self.last_load.queued_patches + self.last_load.running_patches, sum(ours.values()))
 
     async def watch(self, changed: asyncio.Event) -> None:
-        """Asks again and again whether the encoder is there and computes what we expect; sets `changed` on news."""
+        """Checks regularly whether the encoder is up and has our digest; sets `changed` on news."""
         await self.health.watch(self._check, changed)
 
     async def _check(self) -> Verdict:
@@ -207,7 +206,7 @@ class Replica:
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
             return self._failed(_EXHAUSTED if is_not_taken(error) else error.code(), began)
         self.starting = False
-        if info is None or load is None:  # what gRPC makes of bytes that are no message
+        if info is None or load is None:  # gRPC turns invalid bytes into None
             self.trouble = "its answer is not one of our messages"
             return Verdict.GONE
         self.last_load = load
@@ -225,14 +224,15 @@ class Replica:
             self.trouble = "it answers, but not every connection to it can be made"
             return Verdict.LATE
         if not self.health.fits:
-            self.breaker.succeeded()  # what its streams did in another life says nothing of this one
-        self.trouble = "it answers, but its streams break"  # what keeps one that answers from being used
+            self.breaker.succeeded()  # streams of its earlier life say nothing about this one
+        self.trouble = "it answers, but its streams break"  # the only remaining obstacle of one that answers
         for transport in self._transports:
             await transport.on_info(info)
         return Verdict.ANSWERS
 
     def _failed(self, code: grpc.StatusCode, began: float) -> Verdict:
-        """What it means that a question, asked at `began`, failed: who is busy, and speaks on streams, is not gone."""
+        """The verdict when a check, begun at `began`, failed: an encoder that is busy, but active on streams, is not
+        gone."""
         if code is _EXHAUSTED and self.health.fits:
             self.refused(self._settings.check_seconds)
             return Verdict.ANSWERS
@@ -246,14 +246,14 @@ class Replica:
         self.health.suspect()
 
     def _release(self, lease: str) -> asyncio.Task[bool | None]:
-        """Gives a lease back in the background; where that fails, it ends by its time."""
+        """Releases a lease in the background; if that fails, it expires."""
         task = asyncio.create_task(self._give_back(lease), name="give back a lease")
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
         return task
 
     async def _give_back(self, lease: str) -> bool | None:
-        """Returns whether the lease still held; None where the encoder does not say."""
+        """Returns whether the lease was still valid; None if the encoder does not say."""
         call: Any = self._connections.stub.Release
         try:
             answer: encoder_pb2.ReleaseResponse | None = await call(
@@ -277,20 +277,20 @@ class Replica:
 
     @property
     def transports(self) -> list[encoder_pb2.Transport]:
-        """The numbers of those by which rows may come now."""
+        """The numbers of the transports by which rows may come now."""
         return [each.number for each in self._transports if each.usable]
 
     def ways(self, params: EncodeParams) -> list[Transport]:
-        """The transports by which rows may come now, the shortest way first."""
+        """The transports by which rows may come now, the shortest first."""
         return [each for each in self._transports if each.usable and (each.after_break or not params.broke)]
 
     def parts(self, size: int) -> int:
-        """By how many streams at a time so many bytes of an item's rows come best; where memory is shared, by one."""
+        """The best number of concurrent streams for so many bytes of an item's rows; one if memory is shared."""
         shortest = next(each for each in self._transports if each.usable)
         return max(1, min(size // self._settings.part_bytes, len(self._connections))) if shortest.splits else 1
 
     async def prepare(self, item: MediaItem, params: EncodeParams) -> PreparedRequest:
-        """What `encode` sends for one item; much content is copied in a thread, while others are answered."""
+        """The request for one item; large content is copied in a thread."""
         settings = self._settings
         transports = self.ways(params)
         request = encoder_pb2.EncodeRequest(

@@ -41,23 +41,23 @@ UNREACHABLE = "ENCODER_UNAVAILABLE"
 
 _ITEM = "items[0]"
 _ELSEWHERE, _ROOM = ("fetch", "shared"), "room"
-"""Stages in which an encoder waits for others: a media host, another encoder; readers of what it has computed."""
+"""Stages in which an encoder waits for others: a media host or another encoder; readers of its results."""
 
 
 def read_event(message: bytes) -> Event:
-    """An event of the stream; runs of rows are read without protobuf, which would copy them twice more."""
+    """An event of the stream; runs of rows are parsed without protobuf, which would copy them twice more."""
     return unpack(message) or encoder_pb2.EncodeResponse.FromString(message)
 
 
 class EncodeStream:
-    """An item's stream from row `first` on, to the one before `end` where that is not 0; its opener closes it.
+    """An item's stream from row `first` on, up to `end` (exclusive) unless that is 0; its opener closes it.
 
-    `silence` seconds without an event end it: an encoder that is merely busy says every second that it is. `on_event`
-    is called for each event. While the request is still on its way there, what counts is what the encoder says
-    elsewhere, `heard_at` last (monotonic seconds).
+    It ends after `silence` seconds without an event: a busy encoder sends one every second. `on_event` is called for
+    each event. While the request is still being sent, the encoder's other messages count, the last at `heard_at`
+    (monotonic seconds).
 
-    `heard` tells whether the encoder has begun on the item, `announced` what it has said that it will compute,
-    `has_rows` whether any have come. After the last row, `stages` holds the encoder's own, on our clock.
+    `heard` says whether the encoder has begun the item, `announced` what it has announced to compute, `has_rows`
+    whether any have come. After the last row, `stages` has the encoder's, on our clock.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class EncodeStream:
         self._called = time.perf_counter()
 
     async def header(self) -> Header:
-        """Waits for the header, of a pruned video for the one that says which rows are kept; raises the encoder's
-        error, Unavailable, or DataLoss where it fits no row of ours."""
+        """Waits for the header, of a pruned video for the one that says which rows are kept. Raises the encoder's
+        error, Unavailable, or DataLoss if it does not fit our rows."""
         told: Header | None = None
         async with aclosing(self._events()) as events:
             async for event in events:
@@ -113,8 +113,8 @@ class EncodeStream:
         raise Unavailable("the encoder ended the stream before the header")
 
     def waited(self, *, with_room: bool = False) -> float:
-        """Seconds for which the encoder has had to do with the item, before its first row: since it has the request, or
-        has last waited for others. `with_room` counts its waiting for room of its own as well."""
+        """Seconds for which the encoder has worked on the item without a row: since it has the request, or has last
+        waited for others. `with_room` includes its waiting for room of its own."""
         began = self._began_with_room if with_room else self._began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -125,8 +125,8 @@ class EncodeStream:
             self._began_with_room = self._began
 
     async def arrived(self) -> None:
-        """Returns when the next rows are here, with which `rows` then begins, or none are to come. Raises as `rows`.
-        Cancelled, it ends the stream."""
+        """Waits for the next rows, with which `rows` then begins, or until there are none. Raises as `rows`. If
+        cancelled, it ends the stream."""
         async with aclosing(self._runs()) as runs:
             async for run in runs:
                 self._next = run
@@ -156,10 +156,10 @@ class EncodeStream:
     async def rows(
         self, target: memoryview, mirror: MirrorPlace | None = None
     ) -> AsyncGenerator[tuple[int, int], None]:
-        """Brings the stream's rows to their place in `target`, which has room for all of the item's, or in the ranks'
-        mirrors; yields how many more are there, and the number of the transport that brought them.
+        """Copies the stream's rows to their place in `target`, which has room for all of the item's, or into the ranks'
+        mirrors; yields how many more have arrived, and the number of their transport.
 
-        Runs must come in order and without a gap. Raises DataLoss for any that is not as it was announced.
+        Runs must come in order and without gaps. Raises DataLoss for any that is not as announced.
         """
         size = self._layout.row_bytes
         expected, end = self._first, self._end or len(target) // size
@@ -217,8 +217,9 @@ class EncodeStream:
             yield event
 
     async def _request_there(self) -> None:
-        """Returns once the encoder has the whole request, or the call has ended. It may be large, or wait within gRPC
-        for others that a peer takes no more of on one connection: who is asked nothing yet is not silent."""
+        """Waits until the encoder has the whole request, or the call has ended. A request may be large, or queue within
+        gRPC because the peer accepts no more streams on a connection: an encoder that has not been asked yet is not
+        silent."""
         opened = time.monotonic()
         while (left := max(opened, self._heard_at()) + self._silence - time.monotonic()) > 0:
             with suppress(TimeoutError):
@@ -233,7 +234,7 @@ def is_consistent(header: Header, merge: int) -> bool:
     grid, shape = header.grid, HEADER_SHAPES[header.modality]
     if not shape.has_plane:
         return (grid.t, grid.h) == (1, 1) and header.tokens <= grid.w and not (header.timestamps or header.grid_rows)
-    # What comes with its replacement has no times; they stand in it.
+    # Headers with a replacement have no times of their own.
     timed = shape.has_times and not header.replacement
     groups = len(header.timestamps) + (not timed)
     if grid.h % merge or grid.w % merge or groups != grid.t:
@@ -259,13 +260,14 @@ def _silent() -> Unavailable:
 
 
 def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:
-    """What a caller is told of a call to an encoder that broke. What gRPC says, not the encoder, is of the link, unless
-    it is of the size of what was sent; so is what the encoder says of this service: no request is at fault there."""
+    """The caller's error for a failed call to an encoder. Failures reported by gRPC, not the encoder, belong to the
+    link, unless they concern the message's size; so do the encoder's complaints about this service: requests are not at
+    fault there."""
     if is_too_large(error):
         return InvalidInput("the item is larger than the encoder accepts", reason="MEDIA_TOO_LARGE", field=field)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # that of the stream; no caller's deadline goes to encoders
         return Unavailable("an encoder took too long to encode an item", reason=ENCODER_SLOW, field=field)
-    if is_refused(error):  # one stream has ended here and, for a moment, not yet there, where the next one is too many
+    if is_refused(error):  # one stream has ended here, but not there yet, and the next is one too many
         why = "an encoder has too many streams from this service"
         return Exhausted(why, reason="TOO_MANY_CALLS", field=field, retry_after=0.1)
     stated = from_rpc_error(error)

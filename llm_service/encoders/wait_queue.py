@@ -1,7 +1,7 @@
-"""Where items wait for room while every encoder is full: by priority, then by arrival, and only the first one asks.
+"""Items that wait for room while every encoder is full: by priority, then by arrival, and only the first one asks.
 
-Each try sends an item's content anew, so those who wait do not try by turns: what is first goes when a stream of ours
-has ended, or when the time that the encoder named is over; the next one comes up as soon as that has been let in.
+Each attempt sends an item's content again, so waiters do not try in turns: the first goes when one of our streams has
+ended, or when the time that an encoder named is over; the next one follows once that was admitted.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from time import monotonic
 from typing import Protocol
 
 _PASS_ON_SECONDS = 0.1
-"""An encoder that is full says so at once. One that has not by then has let the item in, whatever it says later."""
+"""A full encoder says so at once. If it has not done so within this time, it has admitted the item, whatever it says
+later."""
 
 
 class MayBeFull(Protocol):
-    """An encoder, as far as it concerns who waits for it."""
+    """An encoder, as far as waiters are concerned."""
 
     @property
     def full(self) -> bool:
@@ -32,8 +33,8 @@ class MayBeFull(Protocol):
 
 
 class WaitQueue:
-    """All who wait. `opened` is to be called when room may have come somewhere; `head_was_sent` says that the first one
-    has been sent and may still be refused, `head_may_go` that it could be sent by now, and has only to wake up."""
+    """All waiters. `opened` is to be called when there may be room somewhere; `head_was_sent`: the first one was sent
+    and may still be refused; `head_may_go`: it could be sent, and only has to wake up."""
 
     def __init__(self) -> None:
         self.room = asyncio.Event()
@@ -52,7 +53,7 @@ class WaitQueue:
         self.room.set()
 
     async def come_first(self, priority: int) -> None:
-        """Returns when it is the caller's turn, which it then owes to `pass_on`."""
+        """Waits for the caller's turn, which it must end by `pass_on`."""
         if not self._has_head:
             self._has_head = True
             return
@@ -66,7 +67,7 @@ class WaitQueue:
             raise
 
     def pass_on(self) -> None:
-        """Ends the turn of whoever is first."""
+        """Ends the turn of the first."""
         while self._waiting:
             _, _, turn = heapq.heappop(self._waiting)
             if not turn.done():
@@ -76,8 +77,7 @@ class WaitQueue:
 
 
 class Waiter:
-    """One item's turn in the queue, which it takes when it has to wait first; then it `is_waiting`. Whoever makes it
-    leaves it."""
+    """One item's place in the queue, taken when it has to wait first; then it `is_waiting`. Its creator leaves it."""
 
     def __init__(self, queue: WaitQueue, priority: int) -> None:
         self.is_waiting = False
@@ -89,10 +89,11 @@ class Waiter:
     async def wait(
         self, encoders: Callable[[], Sequence[MayBeFull]], until: float, on_wait: Callable[[], None] = lambda: None
     ) -> None:
-        """Returns when one of the encoders may have room, which is mostly at once, and the first in the queue, if
-        there is one, is not on its way there. Where it is not at once, `on_wait` is called first.
+        """Waits until one of the encoders may have room, usually not at all, and the first in the queue, if there is
+        one, is not on its way there. `on_wait` is called before waiting.
 
-        Raises TimeoutError at `until`, in monotonic seconds. Who is refused again waits again, and is still the first.
+        Raises TimeoutError at `until`, in monotonic seconds. An item that is refused again waits again, and is still
+        the first.
         """
         queue = self._queue
         self._stop_passing()
@@ -121,7 +122,7 @@ class Waiter:
             queue.head_may_go = _nobody
 
     def on_sending(self) -> None:
-        """The item is being sent: unless it is refused at once, the next one's turn comes."""
+        """The item is being sent: unless it is refused at once, it is the next one's turn."""
         if self._first and self._passing is None:
             self._queue.head_was_sent = True
             self._passing = asyncio.get_running_loop().call_later(_PASS_ON_SECONDS, self.leave)
@@ -145,7 +146,7 @@ def _nobody() -> bool:
 
 
 async def _first_of(event: asyncio.Event, seconds: float) -> None:
-    """Returns when the event is set, or after so many seconds."""
+    """Waits until the event is set, or for so many seconds."""
     try:
         async with asyncio.timeout(max(0.0, seconds)):
             await event.wait()

@@ -1,4 +1,4 @@
-"""What every transport can do on this side: prove to an encoder what it needs, and bring rows to where they land.
+"""What every transport can do on this side: prove its requirements to an encoder, and bring rows to their place.
 
 `encoder_service/transports/base.py` is the other side.
 """
@@ -15,8 +15,8 @@ from twinlens.v1 import encoder_pb2
 
 @dataclass(frozen=True, slots=True)
 class MirrorPlace:
-    """Where rows go that land in the ranks' mirrors of the row arena: they begin at byte `offset` of it. `mirrored` is
-    called before any of them may."""
+    """The place of rows in the ranks' mirrors of the row arena: they begin at byte `offset`. `mirrored` is called
+    before any are written."""
 
     offset: int
     mirrored: Callable[[], None]
@@ -24,9 +24,9 @@ class MirrorPlace:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedRows:
-    """Rows [first, first + count) of an item, as the encoder announced them: their bytes, or where those are.
+    """Rows [first, first + count) of an item, as the encoder announced them: their bytes, or where these are.
 
-    `mirror` is their place in the ranks' mirrors, where rows may land there.
+    `mirror` is their place in the ranks' mirrors, if rows may go there.
     """
 
     first: int
@@ -52,15 +52,15 @@ class Transport(Protocol):
         ...
 
     async def on_info(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
-        """The encoder lives, and this is what it says of itself: opens what is not open yet, where that can be."""
+        """The encoder is up, with this description: opens what is not open yet, if possible."""
         ...
 
     def close(self) -> None:
-        """The encoder is gone, or no longer needed: lets go of all that is open."""
+        """The encoder is gone, or not needed any more: closes everything."""
         ...
 
     def prove(self, host: encoder_pb2.HostProof) -> None:
-        """Adds to what is told to the encoder what shows that rows can come in this way."""
+        """Adds the proof that rows can come by this transport to a request."""
         ...
 
     def takes(self, run: ArrivedRows) -> bool:
@@ -68,11 +68,11 @@ class Transport(Protocol):
         ...
 
     def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
-        """Copies a run to `target`, which has its size, or to the ranks' mirrors in place of it; yields the bytes that
-        are there for good, piece by piece.
+        """Copies a run to `target`, which has its size, or into the ranks' mirrors instead; yields the bytes that are
+        final, piece by piece.
 
-        Raises DataLoss, and yields nothing of it, for a piece that is damaged, that is gone, or that holds a number
-        which is not finite, and Unavailable (LEASE_EXPIRED) for one that was read too late. When the generator is
-        closed nobody writes to `target` any more.
+        Raises DataLoss, without yielding it, for a piece that is damaged, gone, or not finite, and Unavailable
+        (LEASE_EXPIRED) for one that was read too late. Once the generator is closed, nobody writes to `target` any
+        more.
         """
         ...

@@ -38,9 +38,9 @@ class Copier:
         self._threads = ThreadPoolExecutor(_THREADS, "copy")
 
     async def copy(self, target: memoryview, source: memoryview) -> AsyncGenerator[int, None]:
-        """Copies `source` to `target`, of the same size; yields the bytes that are there, part by part, in order.
+        """Copies `source` to `target`, of the same size; yields the bytes copied, part by part, in order.
 
-        Raises DataLoss at a part with numbers that are not finite. When the generator is closed nobody writes to
+        Raises DataLoss at a part with numbers that are not finite. Once the generator is closed, nobody writes to
         `target` any more.
         """
         if len(target) <= self._at_once:
@@ -58,10 +58,10 @@ class Copier:
             await _ended(jobs)
 
     async def copy_checked(self, target: memoryview, source: memoryview, crc: int) -> int:
-        """Copies `source`, whose CRC-32C is to be `crc`, to `target`, of the same size; returns that size.
+        """Copies `source`, whose CRC-32C must be `crc`, to `target`, of the same size; returns that size.
 
-        Raises DataLoss where it is another, or there are numbers that are not finite. When this is left nobody writes
-        to `target` any more.
+        Raises DataLoss if it differs, or there are numbers that are not finite. On return nobody writes to `target` any
+        more.
         """
         job = self._threads.submit(_copy_checked, target, source, crc, self._dtype)
         try:
@@ -93,7 +93,7 @@ def _copy_checked(target: memoryview, source: memoryview, crc: int, dtype: DType
 
 
 async def _ended(jobs: Iterable[Future[int]]) -> None:
-    """Returns when no thread is at any of these, whatever came of it; no sooner, though it be cancelled."""
+    """Waits until no thread runs any of these, whatever the result, even if it is cancelled."""
     running = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]
     if running:
         await wait_until_done(asyncio.gather(*running, return_exceptions=True))

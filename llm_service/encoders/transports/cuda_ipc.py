@@ -1,7 +1,7 @@
-"""Rows that the ranks copy out of an encoder's device memory into their mirrors of the row arena, by CUDA IPC.
+"""Rows that ranks copy from an encoder's device memory into their mirrors of the row arena, by CUDA IPC.
 
-That the host is shared is proved by the local socket's grant. That every rank can read the device is what the driver
-says of it, and then what comes of the first copy: a pool that cannot be opened is not tried again.
+The local socket's grant proves that the host is shared. That every rank can read the device is checked with the driver
+first, and then by the first copy: a pool that cannot be opened is not tried again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from twinlens.v1 import encoder_pb2
 
 
 class CudaIpc:
-    """One encoder's pools, whose leases stand on the board of its `memory`. What was opened is closed with `close`, or
-    when the pool is no longer listed. If a device is what broke a stream, the next one does without it."""
+    """One encoder's pools, whose leases are on the board of its `memory`. Opened pools are closed by `close`, or when
+    they are no longer listed. If a device broke a stream, the next one does without it."""
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_CUDA_IPC
     splits = False
@@ -33,7 +33,7 @@ class CudaIpc:
 
     @property
     def usable(self) -> bool:
-        """The memory is shared, and there is a device that every rank reads."""
+        """Whether the memory is shared, and there is a device that every rank can read."""
         return self._memory.usable and bool(self.devices)
 
     async def on_info(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
@@ -41,7 +41,7 @@ class CudaIpc:
         self.listed(info.device_pools)
 
     def listed(self, pools: Iterable[encoder_pb2.DevicePool]) -> None:
-        """The encoder says which pools there are; the others are gone."""
+        """The encoder lists its pools; others are gone."""
         self._devices = {pool.region: pool.gpu_uuid for pool in pools}
         self._refused &= self._devices.keys()
         self._let_go(self._opened - self._devices.keys())
@@ -64,8 +64,8 @@ class CudaIpc:
         return self._memory.usable and handle.transport == self.number
 
     async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
-        """One piece, of which nothing is written to `target`. The lease is looked at after the copy, and given back at
-        the end, whatever the end is."""
+        """One piece, of which nothing is written to `target`. The lease is checked after the copy, and released at the
+        end in any case."""
         handle, place, memory, landed = run.payload, run.mirror, self._memory.region, False
         assert isinstance(handle, encoder_pb2.RowsHandle)
         assert place is not None

@@ -27,22 +27,22 @@ class Inline:
         return True
 
     async def on_info(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
-        """There is nothing to open."""
+        """Nothing needs to be opened."""
 
     def close(self) -> None:
         """Nothing is open."""
 
     def prove(self, host: encoder_pb2.HostProof) -> None:
-        """There is nothing to prove."""
+        """Nothing needs to be proved."""
 
     def takes(self, run: ArrivedRows) -> bool:
         """The run has its bytes with it."""
         return isinstance(run.payload, RowsFrame)
 
     async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
-        """One piece: a message is about a megabyte, so this may stay on the event loop.
+        """One piece: a message has about a megabyte, which the event loop can copy.
 
-        It is checked for numbers where it has landed: there it is aligned, and still in the cache.
+        Numbers are checked at their destination, where they are aligned, and still in the cache.
         """
         assert isinstance(run.payload, RowsFrame)
         data = run.payload.data

@@ -1,4 +1,4 @@
-"""Rows that this service's NIXL agent reads from an encoder's memory, on whatever host that is."""
+"""Rows that this service's NIXL agent reads from an encoder's memory, on any host."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LONGEST_PAUSE = 300.0
 
 
 class Nixl:
-    """The memory of one encoder's agent. What fails is tried again after a pause, longer each time: until then rows
-    come in another way. `release` gives a lease back, by its name, in the background; who waits for it hears whether
-    the lease still held, or None where that is not known."""
+    """The memory of one encoder's agent. After a failure it is tried again after a pause, which grows; until then rows
+    come by another transport. `release` releases a lease by name in the background; its result tells whether the lease
+    was still valid, None if unknown."""
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_NIXL
     splits = False
@@ -42,18 +42,18 @@ class Nixl:
 
     @property
     def usable(self) -> bool:
-        """The agents are connected, and no read from there has failed since."""
+        """Whether the agents are connected, and no read from there has failed since."""
         memory = self._memory
         if memory is None or self._anew or not self._reader.agent.is_connected(memory.agent):
             return False
         return time.monotonic() >= self._again
 
     async def on_info(self, info: encoder_pb2.EncoderServiceGetInfoResponse) -> None:
-        """Connects with the encoder's agent, where it is another one than before, or ours is, or a read has failed:
-        the library may have forgotten it. Where that takes long, it goes on in the background."""
+        """Connects with the encoder's agent, if it or ours has changed, or a read has failed, since the library may
+        have forgotten it. If that takes long, it continues in the background."""
         told, agent = info.nixl_agent, self._reader.agent
         if self._memory is not None and self._memory.agent != told.name:
-            self._let_go()  # of one that has ended; what failed there may fail with the next one
+            self._let_go()  # of an agent that has ended; the next one may not fail
         if self._anew and time.monotonic() >= self._again:
             agent.disconnect(told.name)
             self._anew = False
@@ -98,9 +98,9 @@ class Nixl:
         return (handle.transport, handle.region) == (self.number, self._memory.agent)
 
     async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
-        """Reads parts beside each other, checks and copies each, and yields them in their order. The lease is given
-        back at the end, whatever the end is, and nobody writes to `target` any more. Raises Unavailable where rows are
-        damaged and the lease had ended before: others lay there by then."""
+        """Reads parts concurrently, checks and copies each, and yields them in order. The lease is released at the end
+        in any case, and nobody writes to `target` any more. Raises Unavailable if rows are damaged and the lease had
+        expired: other rows were there by then."""
         handle, memory = run.payload, self._memory
         assert isinstance(handle, encoder_pb2.RowsHandle)
         assert memory is not None
@@ -152,7 +152,7 @@ class Nixl:
 
 
 def _parts(handle: encoder_pb2.RowsHandle, size: int, memory: AgentMemory) -> list[Range]:
-    """Where the parts of a run are; raises DataLoss where the handle contradicts itself, or leaves the memory."""
+    """Where the parts of a run are; raises DataLoss if the handle contradicts itself, or exceeds the memory."""
     step, end = handle.part_bytes, handle.offset + handle.length
     if handle.length != size or not 0 <= handle.offset <= end <= memory.size:
         raise DataLoss("rows came in a wrong size")

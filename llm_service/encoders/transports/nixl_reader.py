@@ -1,6 +1,6 @@
 """Parts of rows that this service's NIXL agent reads from encoders' memory, into a memory of their own, where they are
-checked before they are copied to where they land: a transfer that is given up may still write, for as long as its agent
-lives. A place is given out again when its transfer has ended."""
+checked before they are copied to their place: a cancelled transfer may still write, as long as its agent lives. A place
+is reused when its transfer has ended."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PART_BYTES = 4 << 20
 
 
 class NixlReader:
-    """Places for as many parts as `size` bytes hold, at least one. `start` and `stop` are its owner's.
+    """Places for as many parts as fit into `size` bytes, at least one. `start` and `stop` are called by the owner.
 
-    Raises OSError where the memory cannot be had.
+    Raises OSError if the memory cannot be allocated.
     """
 
     def __init__(self, backend: str, size: int, dtype: DType, *, module: str = MODULE) -> None:
@@ -34,11 +34,11 @@ class NixlReader:
             self._free.put_nowait(place * PART_BYTES)
 
     async def start(self) -> None:
-        """Starts the agent; raises NixlError where none can be had."""
+        """Starts the agent; raises NixlError if it cannot."""
         await self.agent.start()
 
     async def stop(self) -> None:
-        """Ends the agent, and what is read."""
+        """Stops the agent and its reads."""
         await self.agent.stop()
         self.copier.close()
         self._buffer.close()
@@ -55,9 +55,10 @@ class NixlReader:
 
     @asynccontextmanager
     async def part(self, memory: AgentMemory, span: Range) -> AsyncIterator[memoryview]:
-        """The bytes of a range of an agent's memory, at most PART_BYTES, for the length of the block; waits for room.
+        """The bytes of a range of an agent's memory, at most PART_BYTES, for the duration of the context; waits for
+        room.
 
-        Raises NixlError where they do not come.
+        Raises NixlError if they do not come.
         """
         place = await self._free.get()
         landing = self.agent.read(memory, span.offset, place, span.size)

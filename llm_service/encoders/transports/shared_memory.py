@@ -1,4 +1,4 @@
-"""Rows read straight from an encoder's memory, which this process has mapped; see `common.shm.local_link`."""
+"""Rows read directly from an encoder's memory, which this process has mapped; see `common.shm.local_link`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from twinlens.v1 import encoder_pb2
 
 _log = log.get("encoders")
 _MAP_AGAIN_SECONDS = 30.0
-"""From one try to share an encoder's memory to the next: on another host it cannot work, and where descriptors or
-threads were short for a moment, on either side, it does later."""
+"""Seconds between attempts to share an encoder's memory: on another host it cannot work, and if descriptors or threads
+were short on either side, it may work later."""
 
 
 class SharedMemory:
-    """The memory of one encoder, while it is mapped: then it is `region`. It is tried at once in each of the encoder's
-    lives, and now and then where it fails. `on_lost` is called when the encoder's process has ended."""
+    """The memory of one encoder, `region` while it is mapped. Mapping is tried at once in each of the encoder's lives,
+    and now and then after failures. `on_lost` is called when the encoder's process has ended."""
 
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_SHARED_MEMORY
     splits = False
@@ -58,7 +58,7 @@ class SharedMemory:
             region = await tasks.to_thread(Region.open, name, self._folder, secret, self._dtype)
         except TimeoutError:
             return  # it has too much to do to greet anyone: the next check tries again
-        except (OSError, ValueError, RuntimeError) as error:  # the last where there is no thread to be had
+        except (OSError, ValueError, RuntimeError) as error:  # the last if no thread can be started
             if secret != self._refused:
                 _log.info("no memory is shared with this encoder", address=self._address, cause=str(error))
             self._refused, self._again = secret, now + _MAP_AGAIN_SECONDS
@@ -68,7 +68,7 @@ class SharedMemory:
         _log.info("memory is shared with this encoder", address=self._address)
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Unmaps the memory."""
         region, self.region = self.region, None
         if region is not None:
             region.close()
@@ -83,7 +83,7 @@ class SharedMemory:
         return self.region is not None and self.region.takes(run)
 
     def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
-        """Copies in parts, and gives the lease back at the end, whatever the end is."""
+        """Copies in parts, and releases the lease at the end in any case."""
         assert self.region is not None
         return self.region.receive(run, target)
 
@@ -113,7 +113,7 @@ class Region:
 
     @classmethod
     def open(cls, name: str, folder: str, secret: bytes, dtype: DType) -> Region:
-        """Maps the memory behind a local socket. Blocks; raises OSError or ValueError where it cannot be had."""
+        """Maps the memory behind a local socket. Blocks; raises OSError or ValueError if that fails."""
         link, grant = local_link.connect(name, folder, secret)
         return cls(link, grant, name, dtype)
 
@@ -122,13 +122,13 @@ class Region:
         loop = asyncio.get_running_loop()
 
         def ended() -> None:
-            loop.remove_reader(self._link)  # the encoder says nothing more here, so whatever comes is the end
+            loop.remove_reader(self._link)  # the encoder sends nothing more here, so any event is the end
             on_end()
 
         loop.add_reader(self._link, ended)
 
     def close(self) -> None:
-        """Lets go of the memory and of everything leased there."""
+        """Unmaps the memory and releases all leases there."""
         self._closed = True
         asyncio.get_running_loop().remove_reader(self._link)
         self._link.close()
@@ -150,7 +150,7 @@ class Region:
         )
 
     async def receive(self, run: ArrivedRows, target: memoryview) -> AsyncGenerator[int, None]:
-        """Copies in parts, and gives the lease back at the end, whatever the end is."""
+        """Copies in parts, and releases the lease at the end in any case."""
         handle = run.payload
         assert isinstance(handle, encoder_pb2.RowsHandle)
         try:
@@ -163,7 +163,7 @@ class Region:
                     self.check_lease(handle)
                     yield copied
         except DataLoss:
-            self.check_lease(handle)  # what was read after it says nothing of the rows
+            self.check_lease(handle)  # what was read after the lease's end is invalid
             raise
         finally:
             self.release(handle)
@@ -173,8 +173,8 @@ class Region:
             raise DataLoss("the encoder whose memory it was is gone")
 
     def check_lease(self, handle: encoder_pb2.RowsHandle) -> None:
-        """To be called after a copy of what a handle is about: raises Unavailable where the lease on it has ended, and
-        DataLoss where the encoder is gone."""
+        """To be called after a copy of a handle's rows: raises Unavailable if its lease has ended, and DataLoss if the
+        encoder is gone."""
         self._check_open()
         if not self._board.holds(handle.slot, handle.number):
             raise Unavailable("the lease on the rows ended before they were read", reason=LEASE_EXPIRED)

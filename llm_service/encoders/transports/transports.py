@@ -1,4 +1,4 @@
-"""Every way in which rows can come from an encoder, put together."""
+"""All transports of rows from an encoder."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def transports_from(
     on_lost: Callable[[], None],
     release: Callable[[str], Awaitable[bool | None]],
 ) -> list[Transport]:
-    """Those from the encoder at an address, the shortest way first: through memory that is shared with it, where that
-    is wanted, and of its devices where ranks have `mirrors`; through memory that is read by `nixl`, where there is
-    that. `on_lost` is called when its process has ended, and `release` with the name of a lease that is used up: see
-    `Nixl`."""
+    """The transports from the encoder at an address, the shortest first: through shared memory, if wanted, and its
+    devices' memory if ranks have `mirrors`; through memory read by `nixl`, if there is one. `on_lost` is called when
+    its process has ended, and `release` with the name of a lease that is used up: see `Nixl`."""
     ways: list[Transport] = [Inline(dtype)]
     if nixl is not None:
         ways.insert(0, Nixl(address, nixl, release))
