@@ -1,1 +1,1 @@
-"""Models of Hugging Face transformers: what is asked of it, and what it says."""
+"""Models of Hugging Face transformers."""

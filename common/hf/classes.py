@@ -22,10 +22,10 @@ _KEPT: list[torch.library.Library] = []
 
 @cache
 def transformers() -> Any:
-    """transformers, loaded.
+    """The transformers package.
 
-    Its processors want torchvision, of which there is no CPU build in the ordinary index. Where the ordinary wheel
-    stands beside a CPU torch, two compiled operators, whose absence keeps it from being imported, are declared; the
+    Its processors import torchvision, which has no CPU build in the ordinary index. If the ordinary wheel is installed
+    beside a CPU torch, two compiled operators are missing, which would prevent its import; they are declared here, and
     processors call neither.
     """
     try:
@@ -43,9 +43,9 @@ def transformers() -> Any:
 
 
 def config_of(folder: Path) -> Any:
-    """The checkpoint's configuration, every default filled in; of a model that speaks as well, its thinker's. That
-    weights are quantised is left out, since transformers reads none that are. Raises CheckpointError where transformers
-    knows no such model."""
+    """The checkpoint's configuration with all defaults; for a model that also speaks, its thinker's. Quantisation is
+    left out, since transformers does not read quantised weights here. Raises CheckpointError if transformers does not
+    know the model."""
     kind = Checkpoint(folder).config.get("model_type", "?")
     if kind not in transformers().CONFIG_MAPPING:
         raise CheckpointError(f"{kind} is not supported: neither a family of ours nor transformers knows it")
@@ -61,7 +61,7 @@ def config_of(folder: Path) -> Any:
 
 
 def state_tokens(config: Any) -> None:
-    """Has a configuration itself state the tokens at whose places rows go, where parts of it alone do."""
+    """Sets, in a configuration itself, the placeholder tokens that only parts of it state."""
     for kind, part in (("image", "vision_config"), ("audio", "audio_config")):
         token = getattr(getattr(config, part, None), name := f"{kind}_token_id", None)
         if token is not None and getattr(config, name, None) is None:
@@ -69,7 +69,7 @@ def state_tokens(config: Any) -> None:
 
 
 def class_of(config: Any) -> Any:
-    """The class of models that read pictures, or hear sounds, and write text. Raises CheckpointError where there is
+    """The class of models that read pictures, or hear sounds, and write text. Raises CheckpointError if there is
     none."""
     lists = "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForPreTraining"
     for every in (getattr(transformers(), name)._model_mapping for name in lists):
@@ -90,9 +90,9 @@ def load(
     device: torch.device,
     tensors: Sequence[str] = ("",),
 ) -> Any:
-    """The checkpoint's model without what `strip` takes away from it, whose weights are not read; of shards, those
-    alone are that have a tensor whose name begins as one of `tensors`. Raises CheckpointError where transformers cannot
-    read what is left, or it is quantised, or not there where something is quantised."""
+    """The checkpoint's model without the parts that `strip` removes, whose weights are not read; only shards with a
+    tensor whose name begins with one of `tensors` are needed. Raises CheckpointError if transformers cannot read the
+    rest, if that is quantised, or, in a quantised checkpoint, missing."""
     config, whole = config_of(folder), Checkpoint(folder)
     files = whole.part(tensors).weight_files()
     made = partial(
@@ -130,14 +130,13 @@ def _is_quantised(config: Mapping[str, Any]) -> bool:
 
 
 _NO_ADAPTER = {"subfolder": "there is none"}
-"""Where transformers looks for an adapter, if peft is installed: one beside the weights is ours to apply."""
+"""Where transformers looks for an adapter if peft is installed: we apply adapters beside the weights ourselves."""
 _OF_QUANTISED = re.compile(r"(.*)(?:\.qweight|[._]weight_(?:packed|scale|scale_inv)|\.weight\.quant_map|\.SCB)")
-"""A tensor of a quantised weight, in every form that one has, and what that is of: a module, or a tensor of several
-experts."""
+"""A tensor of a quantised weight, in any format, and what it belongs to: a module, or a tensor of several experts."""
 
 
 def without(whole: Any, strip: Callable[[Any], None]) -> Any:
-    """The class whose models are made, and so loaded, without what `strip` takes away."""
+    """A class whose models are created, and so loaded, without the parts that `strip` removes."""
 
     def init(self: Any, given: Any) -> None:
         whole.__init__(self, given)
@@ -163,14 +162,14 @@ def keep_only(model: nn.Module, wanted: list[nn.Module]) -> None:
 
 
 def towers_within(decoder: nn.Module) -> list[nn.Module]:
-    """What a decoder that is all of a model below its head has of towers among its parts, or parts that hold some."""
+    """The towers, or parts that contain some, inside a decoder that is everything below its model's head."""
     whole = transformers().PreTrainedModel
     return [part for part in decoder.children() if any(isinstance(each, whole) for each in part.modules())]
 
 
 def blank_of(config: Any) -> Any:
-    """The model of a configuration without weights: a deep one takes seconds. Raises CheckpointError where transformers
-    makes none of it."""
+    """The model of a configuration without weights; a deep one takes seconds. Raises CheckpointError if transformers
+    cannot create it."""
     made = class_of(config)
     try:
         with torch.device("meta"):
@@ -192,21 +191,20 @@ def decoder_of(model: Any) -> Any:
 
 
 def head_of(model: Any) -> Any:
-    """A model's head of logits, or that of the text model within it, where it states none of its own; None where there
-    is none."""
+    """A model's logit head, or that of the text model within it; None if there is none."""
     found, text = model.get_output_embeddings(), model.get_decoder()
     return text.get_output_embeddings() if found is None and text is not model else found
 
 
 def speaking(model: Any) -> Any:
-    """What goes on with a text: a model, or the text's own model within one that takes none without a picture."""
+    """The part that generates text: a model, or the text's own model within one that needs a picture."""
     pixels = inspect.signature(model.forward).parameters.get("pixel_values")
     return model if pixels is None or pixels.default is None else model.language_model
 
 
 def complete(model: Any) -> Any:
-    """The model, which asks its text's outputs for a picture's in some releases (Llama 4, 5.24): they have none then,
-    where its own forward would fail."""
+    """The model. In some releases (Llama 4, 5.24) it reads a picture's outputs from its text's, where its own forward
+    would fail; here they are None then."""
 
     def without_pictures(_: Any, __: Any, outputs: Any) -> None:
         if hasattr(outputs, "logits") and not hasattr(outputs, "image_outputs"):
@@ -225,8 +223,8 @@ def mark_tables_of(model: Any) -> dict[str, Any]:
 
 
 def layers_of_levels(config: Any) -> list[int]:
-    """The layer that each level of a row is added before, where a configuration says so; then nothing of a picture is
-    among the embeddings. A layer takes the last of those that are for it."""
+    """The layer that each level of rows is added before, if a configuration says so; then nothing of a picture is among
+    the embeddings. A layer takes the last of the levels for it."""
     found = getattr(config, "deepstack_layer_map", None) or ()
     return [*(layer for _, layer in found), *(getattr(config, "spatial_target_layers", None) or ())] if found else []
 
@@ -238,5 +236,5 @@ def missing(error: ImportError) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, cut to a line; its kind where it says nothing."""
+    """An error's message, cut to a line; its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

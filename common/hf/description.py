@@ -1,5 +1,5 @@
-"""Models that no family of ours is for: what transformers says of a checkpoint. A process of its own asks
-it, since it loads torch, which a service's front does without."""
+"""Models without a family of ours, as transformers describes them. A separate process asks it, because it loads torch,
+which a service's front does not."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ HF_ENCODER: Final = EncoderParts(
     ),
     package="transformers",
 )
-"""Of tensors those count that transformers does not say are the text's alone (`HfModel.encoder`)."""
+"""Tensors count unless transformers says that they belong to the text alone (`HfModel.encoder`)."""
 
 run: Callable[..., Any] = subprocess.run
-"""What asks transformers. Those who have many models described in a row have something faster."""
+"""Runs the process that asks transformers. Tests that describe many models replace it by something faster."""
 LEAST: Final = (5, 23)
-"""The first version that has what is asked of it."""
+"""The first version of transformers that has everything asked of it."""
 _SECONDS = 300.0
 _PROCESS = "common.hf.models"
 
 
 class PromptFrame(msgspec.Struct, frozen=True):
-    """What a processor sets into a prompt with items, beside what stands for them: at its `begin`, in the stead of what
-    the tokenizer has there, `behind` its last item, and at its `end`. Texts, in which special tokens stand by name.
-    `always`: into a prompt without items as well. `once`: a text that begins so has no `begin` set before it."""
+    """What a processor adds to a prompt with items: at its `begin`, instead of the tokenizer's own, `behind` its last
+    item, and at its `end`. These are texts, with special tokens by name. `always`: also to a prompt without items.
+    `once`: not before a text that already begins with `begin`."""
 
     begin: str = ""
     behind: str = ""
@@ -99,13 +99,13 @@ class HfModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def encoder(self) -> EncoderParts:
-        """What of the checkpoint computes rows."""
+        """The parts of the checkpoint that compute rows."""
         return dataclasses.replace(HF_ENCODER, tensors=self.tower_tensors)
 
 
 def describe(checkpoint: Checkpoint) -> HfModel:
-    """Asks transformers, which takes seconds. Raises CheckpointError, in one sentence, where it is not installed, or
-    too old, or does not know the model, or we cannot serve it."""
+    """Asks transformers, which takes seconds. Raises CheckpointError, in one sentence, if it is missing, too old, does
+    not know the model, or we cannot serve it."""
     kind, wanted = checkpoint.config.get("model_type", "?"), "install it with pip install 'twinlens[transformers]'"
     if find_spec("transformers") is None:
         raise CheckpointError(f"{kind} needs transformers: {wanted}")

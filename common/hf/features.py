@@ -1,5 +1,5 @@
-"""How a model of transformers is asked for rows of one item: by a method of its own, or by a function of ours where its
-class has none, since it puts rows among embeddings by itself."""
+"""How a transformers model computes rows of one item: by a method of its own, or by a function of ours if its class has
+none, because it puts rows among embeddings itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from common.hf.classes import transformers
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """What the class of a kind of models lacks that others have. `features` stand in the place of `get_…_features`, by
-    modality: each takes the model below its head, and by name what the processor has made of one item. `alone`: of
-    which modalities an item depends on what is beside it in a prompt. `adapters`: as `HfModel` has them."""
+    """What a kind of models lacks that others have. `features` replace `get_…_features`, by modality: each takes the
+    model below its head, and, by name, the processor's output for one item. `alone`: modalities whose items depend on
+    what else is in the prompt. `adapters`: as in `HfModel`."""
 
     features: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     alone: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Lacking:
 
 
 def features_of(base: Any, modality: str) -> Callable[..., Any] | None:
-    """What makes rows of an item, and takes by name what its processor has made of it; None where nothing does. `base`
+    """The function that computes rows of an item, given the processor's output by name; None if there is none. `base`
     is the model below its head."""
     own = lacking(base.config).features.get(modality)
     found: Callable[..., Any] | None = getattr(base, f"get_{modality}_features", None)
@@ -61,7 +61,7 @@ _NOTHING = Lacking()
 _LACKING = {
     "phi4_multimodal": Lacking(
         features={"image": _phi4_pictures, "audio": _phi4_sounds},
-        # Beside a picture it is projected otherwise, and features of two are filled up to one length.
+        # Beside a picture it is projected differently, and features of two are padded to one length.
         alone=("audio",),
         adapters={"image": "vision-lora", "audio": "speech-lora"},
     )

@@ -1,5 +1,5 @@
-"""Processors of transformers' that do not say what stands for an item in a text, or not as others do: what says it in
-their stead, by the kind of model."""
+"""Processors of transformers that do not tell an item's layout in a prompt, or not as others do, replaced by wrappers,
+by kind of model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from common.hf.classes import transformers
 
 
 class VoxtralLayout:
-    """Voxtral's processor lays sounds out in conversations alone, by a package of Mistral's. Here a text has
-    `audio_token` for each sound, as one of transformers' other processors takes it, and what stands for that is a mark
-    and places for rows, by the sound's length.
+    """Voxtral's processor lays out sounds in conversations only, by a package of Mistral's. Here a text has
+    `audio_token` for each sound, as with other processors, and its replacement is a mark and places for rows, by the
+    sound's length.
 
-    What extracts features is that of transformers. All else that is asked for, the processor has.
+    Features are extracted by transformers. Everything else is the processor's.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,8 +39,8 @@ class VoxtralLayout:
         return getattr(self.__dict__["_of"], name)
 
     def __call__(self, text: Sequence[str], audio: Sequence[np.ndarray] = (), **options: Any) -> Any:
-        """One text with as many places as there are sounds, float32 [n] each, `sampling_rate` of them a second. Raises
-        ValueError where there are more or fewer."""
+        """One text with as many placeholders as sounds, float32 [n] each at `sampling_rate`. Raises ValueError if there
+        are more or fewer."""
         parts = text[0].split(self.audio_token)
         if len(parts) != len(audio) + 1:
             raise ValueError(f"there are {len(parts) - 1} places for {len(audio)} sounds")
@@ -62,8 +62,8 @@ class VoxtralLayout:
 
 
 class NemotronOmniLayout:
-    """Nemotron-H Omni's processor replaces marks in texts, and leaves out what by; and it asks what is known of a video
-    of the one that there may be, where others take a list. All else that is asked for, the processor has."""
+    """Nemotron-H Omni's processor replaces marks in texts without telling by what, and takes the metadata of its only
+    video where others take a list. Everything else is the processor's."""
 
     def __init__(self, folder: Path) -> None:
         self._of = transformers().AutoProcessor.from_pretrained(folder, local_files_only=True)
@@ -75,8 +75,7 @@ class NemotronOmniLayout:
         return getattr(self.__dict__["_of"], name)
 
     def __call__(self, text: Sequence[str], **options: Any) -> Any:
-        """As other processors: one text with as many marks as there are items. Raises ValueError for more than one
-        video."""
+        """As other processors: one text with as many marks as items. Raises ValueError for more than one video."""
         told = options.pop("return_text_replacement_offsets", False)
         if about := options.pop("video_metadata", None):
             if len(about) > 1:
@@ -93,10 +92,10 @@ class NemotronOmniLayout:
 
 
 class Idefics2Layout:
-    """Idefics2's processor, which puts marks around pictures, and says nothing of it: of two that touch one stays, and
-    a word right behind one gets a space.
+    """Idefics2's processor puts marks around pictures without telling: of two adjacent marks one stays, and a word
+    right behind one gets a space.
 
-    Texts and pictures are those of transformers. All else that is asked for, the processor has.
+    Texts and pictures are processed by transformers. Everything else is the processor's.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,7 +106,7 @@ class Idefics2Layout:
         return getattr(self.__dict__["_of"], name)
 
     def __call__(self, text: Sequence[str], images: Sequence[Any] | None = None, **options: Any) -> Any:
-        """One text with as many places as there are pictures."""
+        """One text with as many placeholders as pictures."""
         told = options.pop("return_text_replacement_offsets", False)
         made = self._of(text=[*text], images=images, **options)
         if told:
@@ -118,9 +117,9 @@ class Idefics2Layout:
 
 
 class RunLayout:
-    """A processor that takes texts which have a token at the place of each row already, as the chat template of
-    PP-Chart2Table has them, and names no such token. Here one token stands for a picture as well as a run of as many as
-    there are rows. All else that is asked for, the processor has."""
+    """A processor whose texts already have a token for each row, as in PP-Chart2Table's chat template, and that names
+    no such token. Here one token stands for a picture as well as a run with one for each row. Everything else is the
+    processor's."""
 
     def __init__(self, folder: Path) -> None:
         self._of = transformers().AutoProcessor.from_pretrained(folder, local_files_only=True)
@@ -132,7 +131,7 @@ class RunLayout:
         return getattr(self.__dict__["_of"], name)
 
     def __call__(self, text: Sequence[str], images: Sequence[Any] | None = None, **options: Any) -> Any:
-        """One text with as many places as there are pictures. Raises ValueError where there are more or fewer."""
+        """One text with as many placeholders as pictures. Raises ValueError if there are more or fewer."""
         told, own = options.pop("return_text_replacement_offsets", False), self.image_token * self.run
         token = re.escape(self.image_token)
         whole, count = re.subn(f"(?:{token}){{{self.run}}}|{token}", own, text[0])
@@ -145,9 +144,9 @@ class RunLayout:
 
 
 class Blip2Layout:
-    """BLIP-2's processor puts a picture's places before the text, and that begins as the tokenizer has texts begin. So
-    it is here, of the text behind the place for the picture, whatever is before it. All else that is asked for, the
-    processor has."""
+    """BLIP-2's processor puts a picture's tokens before the text, which begins as the tokenizer begins texts. Here the
+    same holds for the text behind the picture's placeholder, whatever precedes it. Everything else is the
+    processor's."""
 
     def __init__(self, folder: Path) -> None:
         self._of = transformers().AutoProcessor.from_pretrained(folder, local_files_only=True)
@@ -157,7 +156,7 @@ class Blip2Layout:
         return getattr(self.__dict__["_of"], name)
 
     def __call__(self, text: Sequence[str], images: Sequence[Any] | None = None, **options: Any) -> Any:
-        """One text with a place for the one picture, if there is one. Raises ValueError for more."""
+        """One text with a placeholder for its only picture, if there is one. Raises ValueError for more."""
         told = options.pop("return_text_replacement_offsets", False)
         before, place, behind = text[0].partition(self.image_token)
         if (len(images or ()), self.image_token in behind) != (bool(place), False):
@@ -174,9 +173,9 @@ class Blip2Layout:
 
 
 RUN = "run"
-"""What a layout has that takes so many tokens side by side for an item (`HfModel.run`)."""
+"""Attribute of layouts that take so many adjacent tokens for an item (`HfModel.run`)."""
 SEAM = "seam"
-"""What a layout has that changes texts beside items (`HfModel.seam`)."""
+"""Attribute of layouts that change texts beside items (`HfModel.seam`)."""
 
 
 LAYOUTS: dict[str, Callable[[Path], Any]] = {

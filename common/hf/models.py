@@ -1,4 +1,4 @@
-"""What transformers says of a checkpoint, and whether we can serve it.
+"""Describes a checkpoint by transformers, and checks whether we can serve it.
 
 As a process, `python -m common.hf.models FOLDER`, it writes what `common.hf.description.describe` reads.
 """
@@ -45,7 +45,8 @@ from common.hf.towers import tower_tensors
 
 
 def describe(folder: Path) -> HfModel:
-    """What `common.hf.description.describe` tells. Raises CheckpointError, in one sentence, where it is not served."""
+    """See `common.hf.description.describe`. Raises CheckpointError, in one sentence, if the checkpoint is not
+    served."""
     config = config_of(folder)
     model, processor = checked(config), processor_of(folder)
     text = config.get_text_config(decoder=True)
@@ -82,11 +83,11 @@ def describe(folder: Path) -> HfModel:
 
 
 _LENGTH_MARK = "audio_duration_token"
-"""What a processor calls a text that it sets the seconds of a sound for."""
+"""A processor's attribute: the text that stands for a sound's seconds."""
 
 
 def _depends_on_others(model: Any, processor: Any) -> bool:
-    """Whether what stands for an item, or its rows, depend on how many a prompt has."""
+    """Whether an item's layout, or its rows, depend on the number of items in a prompt."""
     if not stand_alone(processor):
         return True
     if item_of(processor) == "audio":
@@ -95,8 +96,8 @@ def _depends_on_others(model: Any, processor: Any) -> bool:
 
 
 def longest_context(text: Any) -> int:
-    """The tokens of a context, by a text's configuration. Where some kinds of its layers turn longer sequences by other
-    frequencies, no more than it says that these do."""
+    """The context's length in a text's configuration. If some kinds of layers use other frequencies for long sequences,
+    at most the length stated for these."""
     rope = getattr(text, "rope_parameters", None) or {}
     first = [_turned_beyond(each, text) for each in rope.values() if isinstance(each, dict)]
     known = getattr(text, "max_position_embeddings", None) or _LONGEST
@@ -118,8 +119,8 @@ _FIRST = "original_max_position_embeddings"
 
 
 def own_adapters(config: Any, folder: Path) -> dict[str, str]:
-    """`HfModel.adapters` of a checkpoint. Raises CheckpointError where its kind has some, or the configuration
-    says so, and the folder has not."""
+    """`HfModel.adapters` of a checkpoint. Raises CheckpointError if its kind, or its configuration, has some and the
+    folder does not."""
     found = {"audio": "."} if getattr(config, "has_lora_adapter", False) else lacking(config).adapters
     for kind, path in found.items():
         if not (folder / path / ADAPTER_CONFIG).is_file():
@@ -145,13 +146,13 @@ def text_of(model: Any) -> dict[str, Any]:
 
 
 _NOT_OF_THE_HEAD = {kind: {"logits_scaling": 1.0} for kind in ("granite_speech", "granite_speech_plus")}
-"""What a text's configuration states of its head of logits, and transformers leaves out of the head of a model around
-it: as it is computed, by the kind of model."""
+"""Settings of a text's logit head that transformers ignores in the model around it, with the value that it computes
+with, by kind of model."""
 
 
 def checked(config: Any) -> Any:
-    """The model of a configuration without weights. Raises CheckpointError for what a class of models alone says that
-    we cannot serve."""
+    """The model of a configuration without weights. Raises CheckpointError if its class shows that we cannot serve
+    it."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{kind} has a text encoder besides its decoder")
@@ -183,23 +184,23 @@ def checked(config: Any) -> Any:
 
 
 _TOLD_THE_TEXT = "qformer_input_ids"
-"""What makes rows takes so, if it is told the prompt's text."""
+"""An argument of methods that compute rows, if they are told the prompt's text."""
 
 
 _OF_A_STREAM = "padding_cache"
-"""What makes rows takes so, if it goes on with a sound from where the last pass of it ended."""
+"""An argument of methods that compute rows, if they continue a sound from their last pass."""
 
 
 _INDEXED = "indexed_attention"
-"""What a configuration calls layers that score all tokens before one, and attend to the best of them."""
+"""The configuration's name for layers that score all earlier tokens and attend to the best ones."""
 
 
 _KNOWN_INDICES = ("mistral_large4_text", "dots3_note_text", "glm5_next_text", "hy_v4_vl_text")
-"""Texts whose index is known to the LLM service."""
+"""Texts whose index the LLM service knows."""
 
 
 _LONGEST = 32768
-"""Tokens of a context whose bound no configuration states."""
+"""Tokens of a context if the configuration states no bound."""
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a prompt's tokens are in time, height and width, by the rules of transformers' models."""
+"""Positions of a prompt's tokens in time, height and width, by the rules of transformers' models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from common.checkpoints.checkpoint import CheckpointError
 
 
 def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool = False) -> torch.Tensor:
-    """Where a prompt's tokens are in time, height and width, int64 [3, n], by the model's own rule for what its
-    processor has made, without an axis on which each is at its own number; `sound_in_video`: of videos, their sound
-    is between their frames. Raises CheckpointError where there are other axes than three, ValueError where places are
-    not whole numbers."""
+    """The positions of a prompt's tokens in time, height and width, int64 [3, n], by the model's own rule for the
+    processor's output, without an axis of tokens' own numbers; `sound_in_video`: videos' sound is between their frames.
+    Raises CheckpointError for any but three axes, ValueError if positions are not integers."""
     known = inspect.signature(base.get_rope_index).parameters
     named = {**made, **{own: tell(made) for own, (name, tell) in _RENAMED.items() if name in made}}
     if sound_in_video:
@@ -32,7 +31,7 @@ def rope_positions(base: Any, made: Mapping[str, Any], *, sound_in_video: bool =
 
 
 def pinned_of(model: Any) -> tuple[int, ...]:
-    """`HfModel.pinned` of a model. Raises CheckpointError where its configuration leaves such tokens out."""
+    """`HfModel.pinned` of a model. Raises CheckpointError if its configuration lacks such tokens."""
     rule = getattr(model.base_model, "get_rope_index", None)
     if rule is None or CANVAS not in inspect.signature(rule).parameters:
         return ()
@@ -43,7 +42,7 @@ def pinned_of(model: Any) -> tuple[int, ...]:
 
 
 def axes_of(model: Any) -> int:
-    """The axes on which a model counts places: 1, 3, or 4 where each token's own number is another, before these."""
+    """The number of position axes of a model: 1, 3, or 4 if a token's own number precedes the others."""
     if not hasattr(model.base_model, "get_rope_index"):
         return 1
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
@@ -52,13 +51,13 @@ def axes_of(model: Any) -> int:
 
 _AXES = 3
 CANVAS = "target_sizes"
-"""What a rule of positions wants that lays slices of a picture out on the whole: the patches of each."""
+"""An argument of rules that arrange slices on the whole picture: the patches of each."""
 _CANVAS_ENDS = "image_end_id", "slice_end_id", "newline_id"
-"""What a configuration calls tokens that such a rule counts to a picture right before them."""
+"""Configurations' names of tokens that such a rule counts to the picture right before them."""
 SOUND_IN_VIDEO = "use_audio_in_video"
-"""What such a rule is told so: of videos, their sound is between their frames."""
+"""The argument by which such a rule is told that videos' sound is between their frames."""
 _RENAMED: dict[str, tuple[str, Callable[[Mapping[str, Any]], Any]]] = {
     "audio_seqlens": ("feature_attention_mask", lambda made: made["feature_attention_mask"].sum(-1)),
     "second_per_grids": ("video_second_per_grid", lambda made: torch.as_tensor(made["video_second_per_grid"])),
 }
-"""What the rule of positions calls otherwise than the processor, and how it is made of that."""
+"""Arguments that the rule of positions names differently from the processor, and how they are derived."""

@@ -1,4 +1,4 @@
-"""transformers' processors: what they make of media, and what stands for these in a prompt."""
+"""transformers' processors: what they make of media, and items' layouts in prompts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from common.hf.layouts import LAYOUTS, SEAM
 
 
 def processor_of(folder: Path) -> Any:
-    """The checkpoint's processor. Raises CheckpointError where it has none that says what stands for a picture, or for
-    a sound where it is for sounds alone."""
+    """The checkpoint's processor. Raises CheckpointError if it has none that tells the layout of a picture, or of a
+    sound for models of sounds alone."""
     layout = LAYOUTS.get(str(Checkpoint(folder).config.get("model_type")))
     try:
         found = (
@@ -38,31 +38,30 @@ def processor_of(folder: Path) -> Any:
 
 
 EXTRACTORS = {"image": ("image_processor",), "audio": ("feature_extractor", "audio_processor")}
-"""What processors call that which makes tensors of an item, by its modality."""
+"""Processors' attributes that make tensors of an item, by modality."""
 _WORDS = {"image": "picture", "video": "video", "audio": "sound"}
 
 
 def item_of(processor: Any) -> str:
-    """The modality that a processor knows at least: `audio`, where it is for sounds alone."""
+    """A modality that a processor knows: `audio` if it is for sounds alone."""
     alone = extractor_of(processor, "audio") is not None and extractor_of(processor, "image") is None
     return "audio" if alone else "image"
 
 
 def extractor_of(processor: Any, kind: str) -> Any:
-    """What makes tensors of an item; None where it takes none of this modality."""
+    """What makes tensors of an item; None if it does not take this modality."""
     return next((getattr(processor, name) for name in EXTRACTORS[kind] if hasattr(processor, name)), None)
 
 
 def placeholder_of(processor: Any, modality: str = "image") -> str:
-    """The token that stands for an item in a chat, which some processors tell from the one at the places of rows."""
+    """The token that stands for an item in a chat; some processors use another at the places of rows."""
     return str(getattr(processor, f"{modality}_placeholder_token", None) or getattr(processor, f"{modality}_token"))
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Frames [n, height, width, 3] uint8 with these numbers, of a video of `total` frames, `fps` each second. `samples`
-    are its sound, as in `Sound`, where that goes between them. `asked`: so many frames of each second were asked for.
-    """
+    """Frames [n, height, width, 3] uint8 with these numbers, of a video with `total` frames at `fps`. `samples` are its
+    sound, as in `Sound`, if that goes between them. `asked`: so many frames per second were requested."""
 
     frames: np.ndarray
     numbers: tuple[int, ...]
@@ -72,7 +71,7 @@ class Clip:
     asked: float = 0.0
 
     def given(self) -> dict[str, Any]:
-        """What a processor is given: the frames are chosen already."""
+        """The processor's arguments: frames are already chosen."""
         height, width = self.frames.shape[1:3]
         about: dict[str, Any] = {"total_num_frames": self.total, "fps": self.fps, "duration": self.total / self.fps}
         about |= {"height": height, "width": width, "frames_indices": list(self.numbers)}
@@ -89,21 +88,21 @@ class Sound:
     samples: np.ndarray
 
     def given(self) -> dict[str, Any]:
-        """What a processor is given."""
+        """The processor's arguments."""
         return {"audio": [self.samples]}
 
 
 SOUND_RATE = 16_000
-"""Samples of a second, where nothing says otherwise."""
+"""Samples per second unless stated otherwise."""
 
 
 def rate_of(processor: Any) -> int:
-    """Samples of a second of sound, as what makes features of it says."""
+    """Samples per second of sound, as stated by its feature extractor."""
     return int(getattr(extractor_of(processor, "audio"), "sampling_rate", None) or SOUND_RATE)
 
 
 def longest_sound(processor: Any) -> int:
-    """The samples that a processor takes of a sound, and says nothing of what is behind them; 0: all of any."""
+    """The samples of a sound beyond which a processor silently ignores it; 0: no such bound."""
     if seconds := getattr(processor, "max_audio_len", None):
         return int(seconds * rate_of(processor))
     extractor = extractor_of(processor, "audio")
@@ -116,15 +115,14 @@ def longest_sound(processor: Any) -> int:
 
 
 def _cut_at(extractor: Any) -> int:
-    """The samples behind which an extractor of features cuts a sound off by default, as its arguments say; 0: it does
-    not."""
+    """The samples at which a feature extractor cuts off a sound by default; 0: it does not."""
     taken = inspect.signature(type(extractor).__call__).parameters
     cuts = "truncation" in taken and taken["truncation"].default is True
     return int((cuts and "max_length" in taken and taken["max_length"].default) or 0)
 
 
 def wrapped(processor: Any, modality: str) -> str:
-    """A placeholder, and what a processor wants around one."""
+    """A placeholder with the text that a processor needs around it."""
     return placeholder_of(processor, modality).join(_wrappers(processor, modality))
 
 
@@ -135,11 +133,11 @@ def _wrappers(processor: Any, modality: str) -> tuple[str, str]:
 
 
 _WANTS_WRAPPERS = "_has_wrappers"
-"""What a processor has that refuses a placeholder without marks around it."""
+"""An attribute of processors that refuse a placeholder without marks around it."""
 
 
 def marks_around(processor: Any, modality: str) -> tuple[str, str]:
-    """What a chat has before and behind a placeholder, where positions depend on it, or the processor."""
+    """The text before and behind a placeholder in a chat, if positions or the processor depend on it."""
     if wanted := _wrappers(processor, modality)[0]:
         return wanted, _wrappers(processor, modality)[1]
     kind = "audio" if modality == "audio" else "vision"
@@ -148,8 +146,8 @@ def marks_around(processor: Any, modality: str) -> tuple[str, str]:
 
 
 def frames_of(processor: Any, total: int, fps: float, asked: float = 0.0) -> list[int]:
-    """The numbers of the frames that a processor takes of a video by itself: all, where it chooses none; or where so
-    many of each second are asked for. Raises ValueError where it does not take so many."""
+    """The numbers of the frames that a processor takes of a video: all, if it does not choose; or at so many per
+    second. Raises ValueError if it does not take so many."""
     videos = processor.video_processor
     if not (asked or videos.do_sample_frames):
         return list(range(total))
@@ -165,7 +163,7 @@ def frames_of(processor: Any, total: int, fps: float, asked: float = 0.0) -> lis
 
 
 def check_processor(processor: Any) -> None:
-    """Raises CheckpointError where it does not say what stands for an item, or not for one as we have it."""
+    """Raises CheckpointError if it does not tell an item's layout, or not in a form that we have."""
     kind = item_of(processor)
     try:
         replaced(processor, kind, _blanks(kind)[0])
@@ -195,7 +193,7 @@ def _blanks(kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 
 def stand_alone(processor: Any) -> bool:
-    """Whether two items in one prompt are made into what each is made into alone, but for a number of each."""
+    """Whether two items in one prompt are laid out as each would be alone, except for their numbers."""
     found = _one_other_and_both(processor)
     if found is None:
         return False
@@ -206,8 +204,8 @@ def stand_alone(processor: Any) -> bool:
 
 
 def number_mark(processor: Any) -> str:
-    """What a text for an item begins with, if behind it is the number of the item, counted from 0 among those of its
-    modality in a prompt; empty where none is."""
+    """The beginning of an item's text that precedes its number, counted from 0 among those of its modality; empty if
+    items are not numbered."""
     if (found := _one_other_and_both(processor)) is None:
         return ""
     first, second, both = found
@@ -218,7 +216,7 @@ def number_mark(processor: Any) -> str:
 
 
 def _one_other_and_both(processor: Any) -> tuple[str, str, str] | None:
-    """What two items are made into, each alone and with a word between them; None where that is not told."""
+    """The layouts of two items, each alone and both with a word between; None if they are not told."""
     kind = item_of(processor)
     try:
         first, second, both = (
@@ -230,15 +228,14 @@ def _one_other_and_both(processor: Any) -> tuple[str, str, str] | None:
 
 
 def are_padded(processor: Any) -> bool:
-    """Whether two pictures of different size get one size, by what is no part of either; which tokens are made of one
-    depends on all of its pixels."""
+    """Whether two pictures of different size are padded to one size; an item's layout then depends on all of its
+    pixels."""
     alone, both = _alone_and_both(processor, "image")
     return bool(alone["pixel_values"].shape[-2:] != both["pixel_values"].shape[-2:])
 
 
 def are_filled_up(processor: Any) -> bool:
-    """Whether features of two sounds get one length, and nothing says which of them are of a sound: a tower hears what
-    the shorter one was filled up with."""
+    """Whether features of two sounds are padded to one length without a mask: a tower would hear the padding."""
     alone, both = _alone_and_both(processor, "audio")
     if (features := both.get("input_features")) is None or features.shape[1:] == alone["input_features"].shape[1:]:
         return False
@@ -247,7 +244,7 @@ def are_filled_up(processor: Any) -> bool:
 
 
 def _alone_and_both(processor: Any, kind: str) -> tuple[Any, Any]:
-    """What is made of an item, and of that and another one."""
+    """The processor's output for one item, and for it together with another."""
     alone, _, both = (
         processor(text=[_BETWEEN.join([wrapped(processor, kind)] * count)], return_tensors="pt", **each)
         for each, count in zip(_blanks(kind), (1, 1, 2), strict=True)
@@ -261,8 +258,8 @@ _BETWEEN = " and "
 
 
 def replaced(processor: Any, modality: str, media: Mapping[str, Any], count: int = 1) -> str:
-    """What a processor makes of so many placeholders with a word between them. Raises ValueError where it does not say
-    so."""
+    """What a processor makes of so many placeholders with a word between them. Raises ValueError if it does not
+    tell."""
     text = _BETWEEN.join([wrapped(processor, modality)] * count)
     made = processor(text=[text], return_text_replacement_offsets=True, return_tensors="pt", **media)
     if "text_replacement_offsets" not in made:
@@ -272,15 +269,15 @@ def replaced(processor: Any, modality: str, media: Mapping[str, Any], count: int
 
 
 def _between(processor: Any, modality: str) -> str:
-    """What is between two placeholders, each with what is wanted around it."""
+    """The text between two placeholders, with what is needed around each."""
     before, behind = _wrappers(processor, modality)
     return behind + _BETWEEN + before
 
 
 def frame_of(processor: Any) -> PromptFrame | None:
-    """What a processor sets into prompts beside what stands for items: found in one prompt, and tried in it and another
-    with two items, where there may be two. Raises CheckpointError where it sets something else than a frame has. Where
-    it changes texts beside items (`HfModel.seam`), it sets nothing else."""
+    """What a processor adds to prompts besides items' layouts: derived from one prompt, and checked with it and another
+    with two items, if it takes two. Raises CheckpointError if it adds something that a frame cannot express. If it
+    changes texts beside items (`HfModel.seam`), it adds nothing else."""
     if getattr(processor, SEAM, ""):
         return None
     kind = item_of(processor)
@@ -328,8 +325,8 @@ _BEFORE, _AFTER = "left", "right"
 
 
 def _laid_out(processor: Any, kind: str, media: Mapping[str, Any], count: int) -> tuple[list[int], list[str]]:
-    """The ids that a processor makes of so many items between two words, and what we have them made of: a word, what
-    stands for all items and between them, a word."""
+    """The ids that a processor makes of so many items between two words, and our parts of them: a word, the layouts of
+    all items with what is between them, a word."""
     text = _BEFORE + _BETWEEN.join([wrapped(processor, kind)] * count) + _AFTER
     before, behind = _wrappers(processor, kind)
     made = processor(text=[text], return_tensors="pt", **media)

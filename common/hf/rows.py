@@ -1,4 +1,4 @@
-"""Which media a model of transformers takes, at the places of which tokens their rows go, and how many they are."""
+"""Which media a transformers model takes, which tokens its rows go to, and how many there are."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _BLANK_RATE = 8.0
 
 
 def takes_videos(model: Any, processor: Any) -> bool:
-    """Whether the processor says what stands for a video of a size, whatever it shows, and the model has a tower for
-    it, all of whose rows go into the prompt."""
+    """Whether the processor tells the layout of a video by its size alone, and the model has a tower for videos, all of
+    whose rows go into the prompt."""
     if not isinstance(getattr(processor, "video_token", None), str) or not getattr(processor, "video_processor", None):
         return False
     if getattr(model.config, "video_pruning_rate", None):  # its forward leaves rows out that say little new
@@ -49,7 +49,7 @@ def takes_videos(model: Any, processor: Any) -> bool:
         noise = np.random.default_rng(0).integers(0, 256, black.shape, dtype=np.uint8)
         clips = [Clip(frames, tuple(range(_FEW_FRAMES)), _FEW_FRAMES, _BLANK_RATE) for frames in (black, noise)]
         one, other = (replaced(processor, "video", clip.given()) for clip in clips)
-        if one != other:  # what it shows decides how many rows it has, as in VideoLLaMA 3
+        if one != other:  # its content decides how many rows it has, as in VideoLLaMA 3
             return False
     except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False
@@ -57,9 +57,9 @@ def takes_videos(model: Any, processor: Any) -> bool:
 
 
 def takes_sounds(model: Any, processor: Any) -> bool:
-    """Whether the processor says what stands for a sound, and the model has a tower for it, and no tokens of media see
-    each other in its text as its configuration has it. Where it tells modalities apart there, a trial has to show that
-    nothing follows from it for a sound."""
+    """Whether the processor tells the layout of a sound, the model has a tower for sounds, and media tokens do not see
+    each other in its text, as configured. If it distinguishes modalities there, a trial must show that this does not
+    matter for sounds."""
     if not isinstance(getattr(processor, "audio_token", None), str) or features_of(model.base_model, "audio") is None:
         return False
     if getattr(model.config, "audio_config", "") is None:  # one of several sizes, without a tower for sounds
@@ -76,13 +76,13 @@ def takes_sounds(model: Any, processor: Any) -> bool:
 
 
 def tells_apart(model: Any) -> bool:
-    """Whether a model is told of each token of a prompt of which modality it is."""
+    """Whether a model is told the modality of each prompt token."""
     return any("token_type_ids" in name for name in inspect.signature(model.forward).parameters)
 
 
 def takes_video_sound(model: Any, processor: Any) -> bool:
-    """Whether the processor puts a video's sound between its frames, and the model counts places so, where it has a
-    rule of its own."""
+    """Whether the processor puts a video's sound between its frames, and the model's own rule of positions, if it has
+    one, supports that."""
     base = model.base_model
     if hasattr(base, "get_rope_index") and SOUND_IN_VIDEO not in inspect.signature(base.get_rope_index).parameters:
         return False
@@ -97,8 +97,8 @@ def takes_video_sound(model: Any, processor: Any) -> bool:
 
 
 def row_tokens(config: Any, processor: Any, modality: str, replacement: str) -> dict[str, int]:
-    """The tokens at whose places rows go in what stands for an item, by their names: some models have one for all
-    modalities, some have marks whose rows the tower gives as well. Raises ValueError where there is none."""
+    """The tokens at whose places rows go in an item's layout, by name: some models have one for all modalities, some
+    have marks whose rows also come from the tower. Raises ValueError if there is none."""
     name = processor.tokenizer.convert_ids_to_tokens
     for kind in dict.fromkeys((modality, "image")):
         token = getattr(config, f"{kind}_token_id", None)
@@ -108,9 +108,9 @@ def row_tokens(config: Any, processor: Any, modality: str, replacement: str) -> 
 
 
 def longest_run(folder: Path, *, with_marks: bool = False) -> int:
-    """Rows of the longest run that a picture has in a prompt, or a frame of a video: the most of blank ones of many
-    shapes, and no fewer than the processor states. With marks: tokens of all that stands for one. Raises
-    CheckpointError where there is no processor."""
+    """Rows of the longest run of a picture, or of a video frame, in a prompt: the most over blank pictures of many
+    shapes, and at least what the processor states. With marks: tokens of a whole layout. Raises CheckpointError if
+    there is no processor."""
     config, processor = config_of(folder), processor_of(folder)
     found = [0]
     for sides in _SHAPES:
@@ -133,27 +133,27 @@ def longest_run(folder: Path, *, with_marks: bool = False) -> int:
 
 _SHAPES = [(side, other) for side in (224, 672, 1568) for other in (224, 672, 1568)]
 _STATED_ROWS = "max_soft_tokens"
-"""What a processor calls the most rows of a picture, of which pictures of some shapes alone have all."""
+"""A processor's attribute: the most rows of a picture, which only pictures of some shapes have."""
 
 
 def marks_of(config: Any) -> list[int]:
-    """Tokens around a picture whose rows its tower gives, in the tower's order."""
+    """Tokens around a picture whose rows come from its tower, in the tower's order."""
     return list(getattr(config, "visual_indicator_token_ids", None) or ())
 
 
 def makes_tokens(base: Any) -> bool:
-    """Whether a model below its head makes tokens of a picture, whose rows it has in its table of tokens."""
+    """Whether a model turns a picture into tokens, whose rows are in its token table."""
     return hasattr(base, "get_image_tokens")
 
 
 def row_token(config: Any) -> int:
-    """The token at whose places a picture's rows go, or a sound's where the model knows no pictures."""
+    """The token at whose places a picture's rows go, or a sound's if the model takes no pictures."""
     found = getattr(config, "image_token_id", None)
     return int(config.audio_token_id if found is None else found)
 
 
 def level_count(config: Any) -> int:
-    """Levels of a row: those beyond the first are for the first layers of the text, or all for layers of their own."""
+    """Levels of a row: those beyond the first are for the first layers of the text, or all are for certain layers."""
     if layers := layers_of_levels(config):
         return len(layers)
     return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())

@@ -1,4 +1,4 @@
-"""Small models of a configuration, with drawn weights: what a trial computes, and what tests make checkpoints of."""
+"""Small models of a configuration, with random weights: for trials, and for tests' checkpoints."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _SMALL = {
 }
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 8, 8
 _KINDS = "layer_types", "indexer_types", "kv_sharing_modes", "no_rope_layers"
-"""What of each layer a configuration says that makes it one of a kind."""
+"""Per-layer settings that determine a layer's kind."""
 _OF_HEADS = "num_attention_heads", "num_key_value_heads"
 _REACH = re.compile(r"window|chunk|topk|top_k|block_size|floor_scale")
-"""How a configuration calls that no more than so many tokens are seen, or that what is behind so many is scaled."""
+"""Settings that limit which tokens are seen, or scale what is further away."""
 _CAP, _LOW = "softcapping", 1.0
-"""How it calls what no score or logit exceeds, and what drawn weights show: scores of theirs are about 1."""
+"""Settings that cap scores or logits, and a cap that random weights reach: their scores are about 1."""
 
 
 def shrink_whole(config: Any, ranks: int = 1) -> None:
-    """`shrink` of the text of a model; layers that levels of rows are for are kept, as far as there are not too many,
-    and lie next to each other."""
+    """`shrink` for the text of a model. Layers that levels of rows are for are kept, if there are not too many, and
+    become adjacent."""
     layers = sorted(set(layers_of_levels(config)))
     text = config.get_text_config(decoder=True)
     shrink(text, ranks, min(len(layers), _MOST_LAYERS))
@@ -45,9 +45,9 @@ def shrink_whole(config: Any, ranks: int = 1) -> None:
 
 
 def shrink(config: Any, ranks: int = 1, layers: int = 2) -> None:
-    """Makes a text configuration so small that a model of it is made in no time, and keeps what sets it apart: its
-    kinds of layers, as many as `layers` where there are such, its shape of a head, the shares of heads, and its window,
-    which becomes a short one. Heads that can be split over so many ranks still can."""
+    """Makes a text configuration small enough for an instant model, keeping what distinguishes it: its kinds of layers,
+    `layers` of them if there are as many, the shape and sharing of heads, and its window, shortened. Heads can still be
+    split over so many ranks."""
     apart = _layers_apart(config)
     heads = config.num_attention_heads
     divided = getattr(config, "head_dim", None) is None  # heads are as wide as they divide the whole
@@ -68,7 +68,7 @@ def shrink(config: Any, ranks: int = 1, layers: int = 2) -> None:
     if divided:
         config.hidden_size = fewer * config.head_dim
     _fewer_experts(config)
-    for name, value in list(vars(config).items()):  # what a short prompt would not show
+    for name, value in list(vars(config).items()):  # settings that a short prompt would not show
         if _REACH.search(name) and type(value) is int and value > _WINDOW:
             setattr(config, name, _WINDOW)
         if _CAP in name and isinstance(value, int | float) and value > _LOW:
@@ -95,8 +95,8 @@ def _fewer_experts(config: Any) -> None:
 
 
 def _fewer_layers(config: Any, least: int) -> list[int]:
-    """Leaves as many layers as there are kinds of them, or `least`, and of those that share another's keys and values
-    as many; the numbers that they had."""
+    """Keeps as many layers as there are kinds, or `least`, and of those that share another's keys and values likewise;
+    returns the original numbers."""
     layers = config.num_hidden_layers
     apart = [own for name in _KINDS if (own := getattr(config, name, None)) and len(own) == layers]
     kinds = list(zip(*apart, strict=True))
@@ -117,12 +117,12 @@ def _fewer_layers(config: Any, least: int) -> list[int]:
 
 
 _SOURCES = "kv_source_layers"
-"""Names the layers whose latents others share, by their numbers."""
+"""The layers whose latents others share."""
 
 
 def _layers_apart(config: Any) -> dict[int, dict[str, Any]]:
-    """What single layers have of their own, taken out of a configuration: as long as it is in there, nothing that they
-    differ in can be read."""
+    """Removes settings of single layers from a configuration: as long as they are there, their names cannot be read
+    from it."""
     if not config.is_heterogeneous:
         return {}
     found = {int(layer): dict(own) for layer, own in config.to_dict()["per_layer_config"].items()}
@@ -134,8 +134,8 @@ _LARGEST = 4.0
 
 
 def made_up(config: Any, strip: Callable[[Any], None], seed: int = 0) -> Any:
-    """A model of a configuration without what `strip` takes away from it, with weights that are drawn: matrices from
-    N(0, 1 / fan-in), tables from N(0, 1), and what is of one dimension near where transformers has it."""
+    """A model of a configuration without the parts that `strip` removes, with random weights: matrices from N(0, 1 /
+    fan-in), tables from N(0, 1), and vectors close to transformers' initial values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         part = without(class_of(config), strip).from_pretrained(None, config=config, state_dict={}, dtype=torch.float32)
@@ -153,9 +153,8 @@ def made_up(config: Any, strip: Callable[[Any], None], seed: int = 0) -> Any:
 
 
 def redraw_corrections(model: nn.Module, generator: torch.Generator) -> None:
-    """Draws what checkpoints have beside parameters, and transformers makes zeros or ones: what routers of experts add
-    to their scores, what whole layers are multiplied by, and what frequencies are; what activations state as numbers
-    beside is these."""
+    """Draws buffers that transformers initialises to zeros or ones: corrections of routers' scores, factors of layers,
+    frequencies, and constants of activations."""
     for name, correction in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             correction.copy_(0.3 * torch.randn(correction.shape, generator=generator))

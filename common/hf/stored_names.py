@@ -1,4 +1,4 @@
-"""What transformers' models call the tensors of checkpoints, in every layout that it reads."""
+"""transformers' names for the tensors of checkpoints, in every layout that it reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def conversions(model: Any) -> list[Any]:
-    """What transformers does to a checkpoint's tensors when it loads a model."""
+    """The conversions that transformers applies to a checkpoint's tensors when it loads a model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found: list[Any] = get_model_conversion_mapping(model)
@@ -15,8 +15,8 @@ def conversions(model: Any) -> list[Any]:
 
 
 def names_within(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The name in a model of each tensor of a checkpoint that transformers reads, without what it does to it besides,
-    and of one that it changes, or puts together with others, what that becomes."""
+    """The name in a model of each tensor of a checkpoint that transformers reads, and, for one that it transforms or
+    merges, the conversion."""
     known = model.state_dict()
     return {name: found for name, found in renamed(model, stored).items() if (found[1] or found[0]) in known}
 

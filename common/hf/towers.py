@@ -1,4 +1,4 @@
-"""A model of transformers without its text, and which of a checkpoint's tensors it needs."""
+"""A transformers model without its text, and the tensors of a checkpoint that it needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ALL = ("",)
 
 
 def without_text(model: Any) -> None:
-    """Takes the decoder and the head of logits away. The table of tokens stays where rows are of that, and its norm, if
-    it has one, which rows of sounds go through in Muse Spark."""
+    """Removes the decoder and the logit head. The token table stays if rows are in it, as does its norm, if any, which
+    rows of sounds pass through in Muse Spark."""
     decoder, table, text = decoder_of(model), model.get_input_embeddings(), {id(head_of(model))}
     if decoder is model:
         raise CheckpointError(f"{type(model).__name__} does not keep its text layers apart")
@@ -41,9 +41,9 @@ def without_text(model: Any) -> None:
 
 
 def tower_tensors(checkpoint: Checkpoint, model: Any) -> Sequence[str]:
-    """How the names of the tensors begin that are not surely of the text alone, by a model without weights, which loses
-    its text: those of which transformers makes nothing, or of which we do not know what it makes, count among them.
-    All, where the names are not known, or not all that the tower needs is among them as it seems."""
+    """Prefixes of all tensors except those that certainly belong to the text alone, given a model without weights,
+    which loses its text here. Tensors that transformers ignores, or whose use is unknown, are included. All tensors, if
+    names are unknown, or apparently not all of the tower's are among them."""
     stored = _names(checkpoint)
     if not stored or getattr(model.config, "transformers_weights", None) or getattr(model.config, "extra_files", ()):
         return ALL
@@ -52,7 +52,7 @@ def tower_tensors(checkpoint: Checkpoint, model: Any) -> Sequence[str]:
     whole = made_of(model, {*first.values()})
     try:
         without_text(model)
-    except CheckpointError:  # whoever loads it says so
+    except CheckpointError:  # loading it will report that
         return ALL
     left, tower = {name for name, _ in model.named_modules()}, model.state_dict().keys()
     gone = tuple(f"{name}." for name in modules if name not in left and name.rpartition(".")[0] in left)
@@ -65,8 +65,8 @@ def tower_tensors(checkpoint: Checkpoint, model: Any) -> Sequence[str]:
 
 
 def _of_first_expert(name: str) -> str:
-    """A tensor of the first of the experts that a tensor is of one of: both are of one part of the model. There may be
-    a hundred thousand of them."""
+    """A tensor's name with the number of its expert replaced by the first: both belong to the same part of the model.
+    There may be a hundred thousand of them."""
     return _EXPERT.sub("0", name)
 
 
@@ -97,5 +97,5 @@ def _beginnings(wanted: Collection[str], others: Collection[str]) -> tuple[str, 
 
 
 def _parts(name: str) -> Iterator[str]:
-    """The beginnings of a name, each with the point behind it, the shortest first."""
+    """The beginnings of a name, each up to a point, the shortest first."""
     return accumulate(f"{part}." for part in name.split(".")[:-1])
