@@ -77,14 +77,14 @@ class EncoderServiceServicer(object):
     """
 
     def Encode(self, request, context):
-        """Encodes items; each one's header comes as soon as its dimensions are known, its rows when they are computed.
+        """Encodes items. Each item's header is sent once its dimensions are known, its rows once they are computed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request, context):
-        """Says which content keys are in the store.
+        """Reports which content keys are in the store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,14 +98,14 @@ class EncoderServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives leases back before they expire.
+        """Releases leases before they expire.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """Describes the model and what this service can do.
+        """Describes the model and the service's features.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +119,7 @@ class EncoderServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Forgets every entry of the store that no one is reading.
+        """Drops every entry of the store that no one is reading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -205,25 +205,25 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceEncodeType, _EncoderServi
     ], channel: grpc.aio.Channel) -> None: ...
 
     Encode: _EncoderServiceEncodeType
-    """Encodes items; each one's header comes as soon as its dimensions are known, its rows when they are computed."""
+    """Encodes items. Each item's header is sent once its dimensions are known, its rows once they are computed."""
 
     Probe: _EncoderServiceProbeType
-    """Says which content keys are in the store."""
+    """Reports which content keys are in the store."""
 
     Prefetch: _EncoderServicePrefetchType
     """Starts encoding items into the store and returns their headers without waiting for rows."""
 
     Release: _EncoderServiceReleaseType
-    """Gives leases back before they expire."""
+    """Releases leases before they expire."""
 
     GetInfo: _EncoderServiceGetInfoType
-    """Describes the model and what this service can do."""
+    """Describes the model and the service's features."""
 
     GetLoad: _EncoderServiceGetLoadType
     """Reports queues, counters and the store."""
 
     FlushCache: _EncoderServiceFlushCacheType
-    """Forgets every entry of the store that no one is reading."""
+    """Drops every entry of the store that no one is reading."""
 
 EncoderServiceAsyncStub: typing_extensions.TypeAlias = EncoderServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -265,7 +265,7 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         request: twinlens.v1.encoder_pb2.EncodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[twinlens.v1.encoder_pb2.EncodeResponse], collections.abc.AsyncIterator[twinlens.v1.encoder_pb2.EncodeResponse]]:
-        """Encodes items; each one's header comes as soon as its dimensions are known, its rows when they are computed."""
+        """Encodes items. Each item's header is sent once its dimensions are known, its rows once they are computed."""
 
     @abc.abstractmethod
     def Probe(
@@ -273,7 +273,7 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         request: twinlens.v1.encoder_pb2.ProbeRequest,
         context: _ServicerContext,
     ) -> typing.Union[twinlens.v1.encoder_pb2.ProbeResponse, collections.abc.Awaitable[twinlens.v1.encoder_pb2.ProbeResponse]]:
-        """Says which content keys are in the store."""
+        """Reports which content keys are in the store."""
 
     @abc.abstractmethod
     def Prefetch(
@@ -289,7 +289,7 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         request: twinlens.v1.encoder_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> typing.Union[twinlens.v1.encoder_pb2.ReleaseResponse, collections.abc.Awaitable[twinlens.v1.encoder_pb2.ReleaseResponse]]:
-        """Gives leases back before they expire."""
+        """Releases leases before they expire."""
 
     @abc.abstractmethod
     def GetInfo(
@@ -297,7 +297,7 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         request: twinlens.v1.encoder_pb2.EncoderServiceGetInfoRequest,
         context: _ServicerContext,
     ) -> typing.Union[twinlens.v1.encoder_pb2.EncoderServiceGetInfoResponse, collections.abc.Awaitable[twinlens.v1.encoder_pb2.EncoderServiceGetInfoResponse]]:
-        """Describes the model and what this service can do."""
+        """Describes the model and the service's features."""
 
     @abc.abstractmethod
     def GetLoad(
@@ -313,6 +313,6 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         request: twinlens.v1.encoder_pb2.EncoderServiceFlushCacheRequest,
         context: _ServicerContext,
     ) -> typing.Union[twinlens.v1.encoder_pb2.EncoderServiceFlushCacheResponse, collections.abc.Awaitable[twinlens.v1.encoder_pb2.EncoderServiceFlushCacheResponse]]:
-        """Forgets every entry of the store that no one is reading."""
+        """Drops every entry of the store that no one is reading."""
 
 def add_EncoderServiceServicer_to_server(servicer: EncoderServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LlmServiceStub(object):
-    """Generates text about text, pictures, videos and clips.
+    """Generates text from text, pictures, videos and clips.
     """
 
     def __init__(self, channel):
@@ -93,54 +93,54 @@ class LlmServiceStub(object):
 
 
 class LlmServiceServicer(object):
-    """Generates text about text, pictures, videos and clips.
+    """Generates text from text, pictures, videos and clips.
     """
 
     def Generate(self, request, context):
-        """Generates; tokens are streamed as they are made. A failure is the call's status, never an event.
+        """Generates; tokens are streamed as they are sampled. A failure is the call's status, never an event.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Gives the embedding of a prompt: one vector for all of it, media included. Nothing is generated.
+        """Returns the embedding of a prompt: one vector for all of it, media included. Nothing is generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request, context):
-        """Computes a prompt for another service of the same model, and gives the KV blocks that hold it: there the prompt goes
-        on behind them. Only with `--lend-prefill`: else FAILED_PRECONDITION.
+        """Computes a prompt for another service of the same model, and returns its KV blocks; that service continues after
+        them. Without `--lend-prefill`: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests of one tenant early; what they hold is given back at once.
+        """Ends requests of one tenant early and frees what they hold at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Gives the token ids of a text, or of a chat without media.
+        """Returns the token ids of a text, or of a chat without media.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Gives the text of token ids.
+        """Returns the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """Describes the model and what this service can do.
+        """Describes the model and the service's features.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,21 +154,21 @@ class LlmServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Reads a LoRA adapter from a folder of the service's host; requests may name it as their `model` from then on.
+        """Loads a LoRA adapter from a folder of the service's host; requests may then name it as their `model`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Takes a LoRA adapter's name away at once; requests that have begun with it end as they would.
+        """Removes a LoRA adapter's name at once; requests that have begun with it continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Forgets cached KV blocks and embedding rows that no request uses.
+        """Drops cached KV blocks and embedding rows that no request uses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -241,7 +241,7 @@ def add_LlmServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LlmService(object):
-    """Generates text about text, pictures, videos and clips.
+    """Generates text from text, pictures, videos and clips.
     """
 
     @staticmethod
