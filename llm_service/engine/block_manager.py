@@ -253,10 +253,13 @@ class BlockManager:
 
     def free(self, table: BlockTable, session: int = 0, tenant: bytes = b"") -> None:
         """Gives back the state slot and all blocks of a table, the tail first, so that the head is evicted last. With a
-        session, blocks that can be found again are kept until nothing else is left, within the tenant's share."""
+        session, blocks that can be found again are kept until it is over, or nothing else is left, within the tenant's
+        share."""
         for number in reversed(table.blocks):
             block = self._blocks[number]
             block.refs -= 1
+            if session and block.identity is not None:
+                self._retained.want(number, session)
             if block.refs:
                 continue
             if block.identity is None:
@@ -264,7 +267,7 @@ class BlockManager:
                 self._free.move_to_end(number, last=False)
                 continue
             self._idle_named += 1
-            evicted = self._retained.add(number, session, tenant) if session else number
+            evicted = self._retained.add(number, tenant)
             if evicted is not None:
                 self._free[evicted] = None
         table.blocks.clear()
@@ -381,6 +384,7 @@ class BlockManager:
         if block.identity is not None:
             del self._by_identity[block.identity]
             self._states.forget(block.identity)
+            self._retained.forget(block.number)
             self._observer.evicted(block.identity)
             block.identity = None
 
@@ -407,4 +411,6 @@ class BlockManager:
         assert self._spares == sum(table.spare >= 0 for table in tables), "the count of spare slots is wrong"
         for identity, number in self._by_identity.items():
             assert self._blocks[number].identity == identity
+        assert all(self._blocks[number].identity for number in self._retained.wanted), "an empty block is kept"
+        self._retained.check_integrity()
         self.host.check_integrity()

@@ -1,21 +1,25 @@
-"""Blocks of KV cache that are kept for a session's next turn."""
+"""Blocks of KV cache that are kept for the next turns of sessions."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 
 class RetainedBlocks:
-    """Free blocks that a session's next turn may want: taken when nothing else is left, the longest unused first. Each
-    has its number, its session and its tenant (a root identity).
+    """Computed blocks that sessions' next turns may want. Of these, the ones that no sequence holds are taken when
+    nothing else is left, the longest unused first; each has its number and its tenant (a root identity).
 
-    A tenant's sessions keep no more than its share; past it, its own longest unused blocks become ordinary ones.
+    A block is wanted until all sessions that have used it are over, whoever else uses it. A tenant's sessions keep no
+    more than its share; past it, its own longest unused blocks become ordinary ones.
     """
 
     def __init__(self, most_per_tenant: int) -> None:
         self._most = most_per_tenant
         self._order: OrderedDict[int, bytes] = OrderedDict()
-        self._by_tenant: dict[bytes, OrderedDict[int, int]] = {}
+        self._by_tenant: dict[bytes, OrderedDict[int, None]] = {}
+        self._sessions: dict[int, set[int]] = {}
+        self._wanted: dict[int, set[int]] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -24,44 +28,73 @@ class RetainedBlocks:
         return number in self._order
 
     def tenant(self, number: int) -> bytes | None:
-        """The tenant whose session retains a block; None if there is none."""
+        """The tenant whose sessions retain a block; None if there is none."""
         return self._order.get(number)
 
-    def add(self, number: int, session: int, tenant: bytes) -> int | None:
-        """Retains a block; the one that is not any longer, if the tenant's share is used up."""
+    @property
+    def wanted(self) -> Collection[int]:
+        """The blocks that sessions want, those in use among them."""
+        return self._sessions.keys()
+
+    def want(self, number: int, session: int) -> None:
+        """A session wants a block, which is in use, as long as its content stays."""
+        self._sessions.setdefault(number, set()).add(session)
+        self._wanted.setdefault(session, set()).add(number)
+
+    def add(self, number: int, tenant: bytes) -> int | None:
+        """Retains a block that is in use no longer, if a session wants it. Returns the one that is not retained: this
+        one, or another if the tenant's share is used up."""
+        if number not in self._sessions:
+            return number
         own = self._by_tenant.setdefault(tenant, OrderedDict())
-        own[number] = session
+        own[number] = None
         self._order[number] = tenant
         if len(own) <= self._most:
             return None
-        oldest = next(iter(own))
-        self.discard(oldest)
-        return oldest
+        return self._give_up(next(iter(own)))
 
     def discard(self, number: int) -> None:
-        """Stops retaining the block: it is in use again, or has been evicted."""
+        """Stops retaining the block, which is in use again."""
         tenant = self._order.pop(number)
         own = self._by_tenant[tenant]
         del own[number]
         if not own:
             del self._by_tenant[tenant]
 
+    def forget(self, number: int) -> None:
+        """No session wants the block, whose content is gone."""
+        for session in self._sessions.pop(number, ()):
+            self._wanted[session].discard(number)
+            if not self._wanted[session]:
+                del self._wanted[session]
+
     def pop(self) -> int:
         """Gives up the longest unused block."""
-        number = next(iter(self._order))
+        return self._give_up(next(iter(self._order)))
+
+    def _give_up(self, number: int) -> int:
         self.discard(number)
+        self.forget(number)
         return number
 
     def release(self, session: int) -> list[int]:
-        """The blocks of a session that is over; they are not kept any longer."""
-        numbers = [number for own in self._by_tenant.values() for number, owner in own.items() if owner == session]
+        """The blocks that are retained no longer, since this session is over."""
+        for number in (wanted := self._wanted.pop(session, set())):
+            self._sessions[number].discard(session)
+            if not self._sessions[number]:
+                del self._sessions[number]
+        numbers = [number for number in self._order if number in wanted and number not in self._sessions]
         for number in numbers:
             self.discard(number)
         return numbers
 
     def clear(self) -> list[int]:
-        """Gives up all blocks."""
-        numbers = list(self._order)
-        self._order.clear()
-        self._by_tenant.clear()
-        return numbers
+        """Gives up all blocks that no sequence holds."""
+        return [self._give_up(number) for number in list(self._order)]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless a session wants each block that is retained, within its tenant's share."""
+        assert self._order.keys() <= self._sessions.keys(), "a block is kept for nobody"
+        assert all(len(own) <= self._most for own in self._by_tenant.values()), "a tenant has more than its share"
+        pairs = {(number, session) for number, sessions in self._sessions.items() for session in sessions}
+        assert pairs == {(number, session) for session, wanted in self._wanted.items() for number in wanted}

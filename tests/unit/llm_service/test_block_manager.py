@@ -208,3 +208,65 @@ def test_a_tenants_sessions_keep_no_more_than_its_share() -> None:
     assert manager.grow(table, 5 * 4)
     assert cached(manager, [b"o1", b"a1", b"a2", b"a3", b"a4"]) == [True, True, True, False, False]
     manager.check_integrity([table])
+
+
+def used(manager: BlockManager, names: list[bytes], session: int = 0, tenant: bytes = b"t") -> None:
+    """Has a sequence begin with these blocks, and lets go of them."""
+    table = BlockTable()
+    assert manager.match(names) == len(names)
+    manager.adopt(table, names)
+    manager.free(table, session, tenant)
+    manager.check_integrity()
+
+
+def test_a_session_keeps_its_blocks_whoever_else_begins_with_them() -> None:
+    manager = BlockManager(8, 4, session_share=0.5)
+    warm, cold = [b"w1", b"w2"], [b"c1", b"c2", b"c3"]
+    filled(manager, warm, session=7, tenant=b"t")
+    used(manager, warm[:1])
+    filled(manager, cold)
+    table = BlockTable()
+    assert manager.grow(table, 6 * 4)
+    assert cached(manager, [*warm, *cold]) == [True, True, False, False, False]
+    manager.check_integrity([table])
+
+
+def test_blocks_that_two_sessions_use_are_kept_until_both_are_over() -> None:
+    manager = BlockManager(6, 4, session_share=0.5)
+    filled(manager, [b"w1", b"w2"], session=7, tenant=b"t")
+    used(manager, [b"w1"], session=8)
+    for session, kept in ((8, True), (7, False)):
+        manager.end_session(session)
+        filled(manager, [b"c1", b"c2"])
+        table = BlockTable()
+        assert manager.grow(table, 4 * 4)
+        manager.check_integrity([table])
+        manager.free(table)
+        assert cached(manager, [b"w1", b"w2"]) == [kept, kept]
+        manager.check_integrity()
+
+
+def test_a_session_that_ends_while_its_blocks_are_in_use_keeps_nothing() -> None:
+    manager = BlockManager(6, 4, session_share=0.5)
+    filled(manager, [b"w1", b"w2"], session=7, tenant=b"t")
+    table = BlockTable()
+    manager.adopt(table, [b"w1", b"w2"])
+    manager.end_session(7)
+    manager.free(table, 0, b"t")
+    filled(manager, [b"c1", b"c2"])
+    assert manager.grow(table, 4 * 4)
+    assert cached(manager, [b"w1", b"w2", b"c1", b"c2"]) == [False, False, True, True]
+    manager.check_integrity([table])
+
+
+def test_a_block_with_other_content_is_kept_for_nobody() -> None:
+    manager = BlockManager(2, 4, session_share=0.5)
+    filled(manager, [b"w1"], session=7, tenant=b"t")
+    filled(manager, [b"c1", b"c2"])
+    used(manager, [b"c1", b"c2"])
+    manager.end_session(7)
+    manager.check_integrity()
+    filled(manager, [b"d1"], session=8, tenant=b"t")
+    assert manager.flush() == 2
+    manager.end_session(8)
+    manager.check_integrity()
