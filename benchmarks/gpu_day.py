@@ -97,7 +97,7 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
 
     made = {
         1: [
-            _tests("first", 60, *FIRST, alone=True, tiny=tiny),
+            _tests("first", 70, *FIRST, alone=True, tiny=tiny),
             Table("kernels", ("-m", "benchmarks.kernels_device", *small), 180, _environ(tiny=tiny)),
             bench("ceilings", "device", 40),
             bench("decoder", "llm_device", 110),
