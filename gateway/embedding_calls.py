@@ -15,7 +15,7 @@ from common.telemetry import log
 from gateway.prompt_turns import Patience
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
-from gateway.services import LlmService, LlmServices, Metadata, error_of, link_lost
+from gateway.services import LlmService, LlmServices, Metadata, connection_lost, error_of
 from twinlens.v1 import llm_pb2
 
 
@@ -67,6 +67,6 @@ class EmbeddingCalls:
         except asyncio.CancelledError:
             if not is_cut_off(call):
                 raise
-            raise link_lost(begun=False) from None
+            raise connection_lost(begun=False) from None
         finally:
             service.in_flight -= 1

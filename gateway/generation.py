@@ -19,7 +19,7 @@ from common.telemetry import log, tracing
 from gateway.prompt_turns import Patience
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
-from gateway.services import LlmService, LlmServices, Outgoing, error_of, link_lost, may_fare_better
+from gateway.services import LlmService, LlmServices, Outgoing, connection_lost, error_of, may_fare_better
 from twinlens.v1 import llm_pb2
 
 _log = log.get("generation")
@@ -96,7 +96,7 @@ class Generations:
                         raise
                     if one.answer.complete:
                         return
-                    failure = link_lost(begun=one.answer.begun)
+                    failure = connection_lost(begun=one.answer.begun)
                 except _OtherAnswer as other:
                     failure = None
                     _log.info("a service does not continue an answer", address=service.address, why=str(other))

@@ -27,9 +27,9 @@ from common.errors import (
 from common.rpc.channel import (
     ChannelSecurity,
     from_rpc_error,
-    is_not_taken,
-    is_of_the_link,
+    is_stream_reset,
     is_too_large,
+    is_transport_error,
 )
 from common.rpc.channel_set import ChannelSet
 from common.rpc.rendezvous_hash import ranked
@@ -197,7 +197,7 @@ class LlmService:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 await channels.connections.connected()  # it may be back, and this one still wait to be tried
         except grpc.aio.AioRpcError as error:
-            self._resets = self._resets + 1 if is_not_taken(error) else 0
+            self._resets = self._resets + 1 if is_stream_reset(error) else 0
             too_much = from_rpc_error(error).reason == _FULL or 0 < self._resets < _RESETS
             return None if too_much and self.info is not None else _Heard(info, _cause(error))
         except grpc.aio.UsageError:  # the channels have been closed
@@ -442,7 +442,7 @@ def may_fare_better(failure: TwinlensError) -> bool:
             return False
 
 
-def link_lost(*, begun: bool) -> Unavailable:
+def connection_lost(*, begun: bool) -> Unavailable:
     """The error for a call that failed between the services."""
     if begun:
         return Unavailable("the stream of the LLM service broke off", reason="STREAM_INTERRUPTED")
@@ -453,10 +453,10 @@ def error_of(error: grpc.aio.AioRpcError, *, begun: bool = False) -> TwinlensErr
     """The caller's error for a failed call; `begun`: its answer had begun."""
     if is_too_large(error):
         return TooLarge("the request is larger than the LLM service takes", reason="BODY_TOO_LARGE")
-    if is_of_the_link(error):
-        if not begun and is_not_taken(error):
+    if is_transport_error(error):
+        if not begun and is_stream_reset(error):
             return Exhausted("the LLM service has too many calls", reason=_FULL)
-        return link_lost(begun=begun)
+        return connection_lost(begun=begun)
     stated = from_rpc_error(error)
     if isinstance(stated, Unauthenticated):  # our token, not the caller's
         return Unavailable("the LLM service cannot be used", reason="NO_LLM_SERVICE")

@@ -52,7 +52,7 @@ DTYPES: Final = {
 }
 _OPTIONS: Final = (
     *("min_pixels", "max_pixels", "fps", "max_frames"),
-    *("video_pruning_rate", "kept_rows", "with_sound", "lesser_max_pixels"),
+    *("video_pruning_rate", "kept_rows", "with_sound", "clamp_max_pixels"),
 )
 _MAX_KEPT_BYTES: Final = 1 << 17
 """Of a million rows. They are part of a key as well."""

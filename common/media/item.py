@@ -49,14 +49,14 @@ class Options:
     video_pruning_rate: float | None = None
     kept_rows: bytes | None = None
     with_sound: bool | None = None
-    lesser_max_pixels: bool | None = None
+    clamp_max_pixels: bool | None = None
     """The lesser of `max_pixels` and the model's setting holds."""
 
     def stated(self) -> dict[str, Any]:
         """The options that were given and have an effect, for the content key: a rate of 0 prunes nothing, and
         switched-off options change nothing."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        for name in ("video_pruning_rate", "with_sound", "lesser_max_pixels"):
+        for name in ("video_pruning_rate", "with_sound", "clamp_max_pixels"):
             if name in given and not given[name]:
                 del given[name]
         return given

@@ -87,11 +87,9 @@ def open_channel(target: str, security: ChannelSecurity, *, name: str = "") -> g
     return grpc.aio.secure_channel(target, credentials, options=(*OPTIONS, *named))
 
 
-def is_of_the_link(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a call failed by what lies between the services, gRPC included, and not by the other one's word.
-
-    A deadline that has passed is our own.
-    """
+def is_transport_error(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a call failed between the services, in gRPC or below: the other service stated no error. A deadline that
+    has passed is our own, and no such failure."""
     return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED and _stated(error) is None
 
 
@@ -101,14 +99,14 @@ def is_cut_off(call: grpc.aio.RpcContext) -> bool:
     return bool(call.cancelled()) and task is not None and not task.cancelling()
 
 
-def is_not_taken(error: grpc.aio.AioRpcError) -> bool:
+def is_stream_reset(error: grpc.aio.AioRpcError) -> bool:
     """Whether the callee is up, but has too many calls to take one more: gRPC itself then resets the stream."""
     if _stated(error) is not None:
         return False
     return error.code() is grpc.StatusCode.CANCELLED or "RST_STREAM" in (error.details() or "")
 
 
-def is_refused(error: grpc.aio.AioRpcError) -> bool:
+def is_stream_refused(error: grpc.aio.AioRpcError) -> bool:
     """Whether gRPC at the other end refused the stream as one too many, so that the service has not seen the call."""
     return _stated(error) is None and "RST_STREAM with error code 7" in (error.details() or "")
 

@@ -11,7 +11,7 @@ def bounds(min_pixels: int, max_pixels: int, options: Options) -> tuple[int, int
     """The bounds of the area after resizing: the caller's if given, else the model's, which gives way. A caller may
     also give an upper bound that only applies if it is the lower one."""
     most = options.max_pixels or max_pixels
-    max_pixels = min(most, max_pixels) if options.lesser_max_pixels else most
+    max_pixels = min(most, max_pixels) if options.clamp_max_pixels else most
     min_pixels = options.min_pixels or min_pixels
     if min_pixels > max_pixels:
         return (max_pixels, max_pixels) if options.max_pixels else (min_pixels, min_pixels)

@@ -53,7 +53,7 @@ class ModalitySpec:
 SPECS: dict[Modality, ModalitySpec] = {
     Modality.IMAGE: ModalitySpec(
         formats=sniff.IMAGES,
-        options=frozenset(("min_pixels", "max_pixels", "lesser_max_pixels")),
+        options=frozenset(("min_pixels", "max_pixels", "clamp_max_pixels")),
         has_pixels=True,
         slow_bytes=math.inf,
         max_items=lambda limits: limits.max_images,
@@ -66,7 +66,7 @@ SPECS: dict[Modality, ModalitySpec] = {
     ),
     Modality.VIDEO: ModalitySpec(
         formats=sniff.VIDEOS,
-        options=frozenset(Options.__dataclass_fields__) - {"lesser_max_pixels"},
+        options=frozenset(Options.__dataclass_fields__) - {"clamp_max_pixels"},
         has_pixels=True,
         slow_bytes=0,
         max_items=lambda limits: limits.max_videos,

@@ -193,7 +193,7 @@ class HfPlanner:
             stated.pop("fps", None)
             if item.modality is Modality.IMAGE:  # it is resized before the processor sees it
                 stated.pop("max_pixels", None)
-                stated.pop("lesser_max_pixels", None)
+                stated.pop("clamp_max_pixels", None)
         if stated:
             raise _no_option(item, next(iter(stated)))
 

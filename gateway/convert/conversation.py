@@ -128,7 +128,7 @@ def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
         case ImagePart():
             if part.image_url is not None and part.image_url.detail == "low":
                 most = min(_LOW_DETAIL_PIXELS, settings.max_pixels or _LOW_DETAIL_PIXELS)
-                pixels |= {"max_pixels": most, "lesser_max_pixels": True}
+                pixels |= {"max_pixels": most, "clamp_max_pixels": True}
             _set_options(media, **pixels)
         case QwenImagePart():
             _set_options(media, **(pixels | part.model_dump(include=set(pixels), exclude_none=True)))

@@ -14,7 +14,7 @@ import grpc
 from common.aio import tasks
 from common.media.convert import write_media
 from common.rows.wire import RowLayout
-from common.rpc.channel import ChannelSecurity, from_rpc_error, is_not_taken
+from common.rpc.channel import ChannelSecurity, from_rpc_error, is_stream_reset
 from common.telemetry import log
 from llm_service.encoders.breaker import Breaker, Quarantine
 from llm_service.encoders.connections import Connections
@@ -204,7 +204,7 @@ class Replica:
             self.trouble = hint(error.code(), error.details() or "", self._settings.security)
             self.starting = from_rpc_error(error).reason == "STARTING"
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
-            return self._failed(_EXHAUSTED if is_not_taken(error) else error.code(), began)
+            return self._failed(_EXHAUSTED if is_stream_reset(error) else error.code(), began)
         self.starting = False
         if info is None or load is None:  # gRPC turns invalid bytes into None
             self.trouble = "its answer is not one of our messages"

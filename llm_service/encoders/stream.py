@@ -27,7 +27,7 @@ from common.media.convert import read_header, read_stages, verify_checksum
 from common.media.item import HEADER_SHAPES, Header
 from common.rows.frames import RowsFrame, unpack
 from common.rows.wire import RowLayout
-from common.rpc.channel import from_rpc_error, is_of_the_link, is_refused, is_too_large
+from common.rpc.channel import from_rpc_error, is_stream_refused, is_too_large, is_transport_error
 from common.rpc.status import from_plain_status
 from common.telemetry.stages import Stage
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace, Transport
@@ -267,12 +267,12 @@ def _ours(error: grpc.aio.AioRpcError, field: str) -> TwinlensError:
         return InvalidInput("the item is larger than the encoder accepts", reason="MEDIA_TOO_LARGE", field=field)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # that of the stream; no caller's deadline goes to encoders
         return Unavailable("an encoder took too long to encode an item", reason=ENCODER_SLOW, field=field)
-    if is_refused(error):  # one stream has ended here, but not there yet, and the next is one too many
+    if is_stream_refused(error):  # one stream has ended here, but not there yet, and the next is one too many
         why = "an encoder has too many streams from this service"
         return Exhausted(why, reason="TOO_MANY_CALLS", field=field, retry_after=0.1)
     stated = from_rpc_error(error)
     if stated.reason == CALLER_STALLED:  # it waited for us
         return stated
-    if is_of_the_link(error) or isinstance(stated, Unavailable | Cancelled | Unauthenticated):
+    if is_transport_error(error) or isinstance(stated, Unavailable | Cancelled | Unauthenticated):
         return Unavailable("the encoder could not be reached", reason=UNREACHABLE)
     return stated

@@ -57,18 +57,13 @@ class Scheduler:
         self._pace = StepPace(limits.decode_slowdown, multiple=blocks.state_chunk if blocks.state_slots else 1)
         draft = draft or (by_proposal if limits.proposes else by_look_up)
         self._planner = Planner(self._queues, blocks, limits, self._pace, draft, self.adapter_slots)
-        self._cap = StepCap(limits)
+        self.step_cap = StepCap(limits)
         self._unchecked: list[Sequence] = []
         self._unstarted: set[int] = set()
         self._notices = NoticeQueue()
         self._arrivals = 0
         self._planned_steps = 0
         self._held = 0
-
-    @property
-    def limits_now(self) -> SchedulerLimits:
-        """The limits of the next step, which are reduced for a while after a step ran out of memory."""
-        return self._cap.limits
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
@@ -256,8 +251,8 @@ class Scheduler:
         """Takes in the result of the oldest step under way: tokens are known, ended sequences give everything back."""
         output = StepOutput()
         self.counters.steps += 1
-        if self._cap.succeeded():
-            self._planner.bound(self._cap.limits)
+        if self.step_cap.succeeded():
+            self._planner.bound(self.step_cap.limits)
         self.counters.graph_steps += result.replayed
         prompt_tokens = sum(count for _, _, count in step.prefill)
         self._pace.learn(len(step.work) - len(step.prefill), prompt_tokens, result.ended - result.began)
@@ -296,7 +291,7 @@ class Scheduler:
         blocks that these steps were to compute. Returns False, and changes nothing, if the first step could not be
         smaller."""
         first = steps[0]
-        if not self._cap.failed(sum(count for _, count in first.work), len(first.work)):
+        if not self.step_cap.failed(sum(count for _, count in first.work), len(first.work)):
             return False
         self.counters.steps += len(steps)
         for step in steps:
@@ -309,7 +304,7 @@ class Scheduler:
             self.counters.preemptions += 1
         self.blocks.flush()
         self.adapter_slots.clear()
-        self._planner.bound(self._cap.limits)
+        self._planner.bound(self.step_cap.limits)
         return True
 
     def masks(self, step: Step) -> list[bytes]:

@@ -30,7 +30,7 @@ SCHEMA = {
 
 def low_detail(picture: bytes) -> v1.Media:
     media = an_image(picture, max_pixels=512 * 512)
-    media.options.lesser_max_pixels = True
+    media.options.clamp_max_pixels = True
     return media
 
 

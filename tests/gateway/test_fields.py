@@ -302,7 +302,7 @@ def test_low_detail_only_lowers_the_bound_on_a_picture(door: Scripted, most: int
     low = {**PICTURE, "image_url": {**PICTURE["image_url"], "detail": "low"}}
     outcome = post(door, messages=[{"role": "user", "content": [low]}], mm_processor_kwargs={"max_pixels": most})
     options = outcome.asked.chat.messages[0].parts[0].media.options
-    assert options == v1.MediaOptions(max_pixels=told, lesser_max_pixels=True)
+    assert options == v1.MediaOptions(max_pixels=told, clamp_max_pixels=True)
 
 
 def test_frames_are_chosen_by_either_field(door: Scripted) -> None:

@@ -59,7 +59,7 @@ def test_answers_are_the_same_though_steps_break_off_in_the_middle_of_the_model(
     layer.forward = forward  # type: ignore[method-assign]
     assert [each.tokens for each in engine.run(prompts, GREEDY)] == expected
     engine.scheduler.check_integrity()
-    assert engine.scheduler.limits_now.max_step_tokens < engine.scheduler.limits.max_step_tokens
+    assert engine.scheduler.step_cap.limits.max_step_tokens < engine.scheduler.limits.max_step_tokens
     layer.forward = right  # type: ignore[method-assign]
     assert [each.tokens for each in engine.run(prompts, GREEDY)] == expected
 

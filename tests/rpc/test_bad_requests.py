@@ -52,9 +52,9 @@ ITEMS = {
         for share in (1.0, -1.0, INFINITY)
     },
     "only lowering the bound on a video": Bad(
-        lambda: video(pictures.video(pictures.frames(8)), lesser_max_pixels=True),
+        lambda: video(pictures.video(pictures.frames(8)), clamp_max_pixels=True),
         "BAD_OPTION",
-        "options.lesser_max_pixels",
+        "options.clamp_max_pixels",
     ),
     "pruning of a picture": Bad(lambda: head(video_pruning_rate=0.5), "BAD_OPTION", "options.video_pruning_rate"),
     "rows of a picture": Bad(lambda: head(kept_rows=b"\1"), "BAD_OPTION", "options.kept_rows"),

@@ -255,7 +255,7 @@ FILM = pictures.video(pictures.frames(40, 160, 128), fps=10)
 OPTIONS: dict[str, tuple[media_pb2.Media, media_pb2.Media]] = {
     "min_pixels": (image(PICTURE), image(PICTURE, min_pixels=500_000)),
     "max_pixels": (image(PICTURE), image(PICTURE, max_pixels=20_000)),
-    "lesser_max_pixels": (image(PICTURE, max_pixels=10**6), image(PICTURE, max_pixels=10**6, lesser_max_pixels=True)),
+    "clamp_max_pixels": (image(PICTURE, max_pixels=10**6), image(PICTURE, max_pixels=10**6, clamp_max_pixels=True)),
     "fps": (video(FILM), video(FILM, fps=5.0)),
     "max_frames": (video(FILM), video(FILM, max_frames=4)),
     "video_pruning_rate": (video(FILM), video(FILM, video_pruning_rate=0.5)),

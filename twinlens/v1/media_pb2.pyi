@@ -52,7 +52,7 @@ class Media(_message.Message):
     def __init__(self, modality: _Optional[_Union[Modality, str]] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., key: _Optional[bytes] = ..., pixels: _Optional[_Union[PixelBlock, _Mapping]] = ..., embedding: _Optional[_Union[EmbeddingBlock, _Mapping]] = ..., options: _Optional[_Union[MediaOptions, _Mapping]] = ..., mime_type: _Optional[str] = ..., known_key: _Optional[bytes] = ...) -> None: ...
 
 class MediaOptions(_message.Message):
-    __slots__ = ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate", "kept_rows", "with_sound", "lesser_max_pixels")
+    __slots__ = ("min_pixels", "max_pixels", "fps", "max_frames", "video_pruning_rate", "kept_rows", "with_sound", "clamp_max_pixels")
     MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
     MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
     FPS_FIELD_NUMBER: _ClassVar[int]
@@ -60,7 +60,7 @@ class MediaOptions(_message.Message):
     VIDEO_PRUNING_RATE_FIELD_NUMBER: _ClassVar[int]
     KEPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     WITH_SOUND_FIELD_NUMBER: _ClassVar[int]
-    LESSER_MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    CLAMP_MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
     min_pixels: int
     max_pixels: int
     fps: float
@@ -68,8 +68,8 @@ class MediaOptions(_message.Message):
     video_pruning_rate: float
     kept_rows: bytes
     with_sound: bool
-    lesser_max_pixels: bool
-    def __init__(self, min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., fps: _Optional[float] = ..., max_frames: _Optional[int] = ..., video_pruning_rate: _Optional[float] = ..., kept_rows: _Optional[bytes] = ..., with_sound: bool = ..., lesser_max_pixels: bool = ...) -> None: ...
+    clamp_max_pixels: bool
+    def __init__(self, min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., fps: _Optional[float] = ..., max_frames: _Optional[int] = ..., video_pruning_rate: _Optional[float] = ..., kept_rows: _Optional[bytes] = ..., with_sound: bool = ..., clamp_max_pixels: bool = ...) -> None: ...
 
 class PixelBlock(_message.Message):
     __slots__ = ("data", "frames", "height", "width", "timestamps")

@@ -143,7 +143,7 @@ async def test_a_picture_is_made_as_small_as_asked_before_the_processor_sees_it(
 ) -> None:
     planner = Asked()
     plan = await planner.plan(item(Modality.IMAGE, Options(max_pixels=most)), SEEN, None)
-    only_lowers = Options(max_pixels=most, lesser_max_pixels=True)
+    only_lowers = Options(max_pixels=most, clamp_max_pixels=True)
     assert await planner.plan(item(Modality.IMAGE, only_lowers), SEEN, None) == plan
     assert planner.questions == [PlanItem(*size)]
     assert (plan.height, plan.width, plan.resized) == (*size, size)

@@ -88,10 +88,10 @@ def test_a_caller_s_bound_wins_over_the_model_s():
 )
 def test_a_bound_that_only_lowers_makes_no_picture_larger(model, least, most):
     plain = bounds(*model, Options(min_pixels=least))
-    lowered = bounds(*model, Options(min_pixels=least, max_pixels=most, lesser_max_pixels=True))
+    lowered = bounds(*model, Options(min_pixels=least, max_pixels=most, clamp_max_pixels=True))
     assert lowered[0] <= lowered[1] <= min(plain[1], most)
     assert lowered[0] <= plain[0]
-    assert bounds(*model, Options(min_pixels=least, lesser_max_pixels=True)) == plain
+    assert bounds(*model, Options(min_pixels=least, clamp_max_pixels=True)) == plain
 
 
 def test_a_caller_s_bound_on_a_video_is_for_all_frames_together():

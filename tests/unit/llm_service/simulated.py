@@ -443,7 +443,7 @@ class Simulation:
 
     def _check_plan(self, step: Step) -> None:
         assert step.work, "a step that computes nothing"
-        now = self.scheduler.limits_now
+        now = self.scheduler.step_cap.limits
         assert step.plan.tokens == sum(count for _, count in step.work) <= now.max_step_tokens
         assert len(step.work) <= now.max_running
         assert len({(s.id, s.choice) for s, _ in step.work}) == len(step.work), "a sequence stands twice in a step"
