@@ -277,7 +277,9 @@ def read_stages(given: Iterable[media_pb2.StageTiming], called: float) -> dict[s
         return called + value if stage.HasField(field) and math.isfinite(value) else None
 
     return {
-        each.stage: Stage(each.seconds, moment(each, "start_seconds"), moment(each, "end_seconds")) for each in given
+        each.stage: Stage(each.seconds, moment(each, "start_seconds"), moment(each, "end_seconds"))
+        for each in given
+        if math.isfinite(each.seconds)
     }
 
 

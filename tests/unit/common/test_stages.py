@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from common.media.convert import read_stages, write_stages
 from common.telemetry.stages import Stage, add, seconds_of
 from twinlens.v1 import media_pb2
@@ -37,3 +39,9 @@ def test_a_moment_that_is_no_number_is_not_known() -> None:
     for value in (math.nan, math.inf):
         given = media_pb2.StageTiming(stage="vit", seconds=1.0, start_seconds=value, end_seconds=3.0)
         assert read_stages([given], called=1.0) == {"vit": Stage(1.0, None, 4.0)}
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf])
+def test_a_stage_whose_time_is_no_number_is_left_out(seconds: float) -> None:
+    given = [media_pb2.StageTiming(stage="vit", seconds=seconds), media_pb2.StageTiming(stage="hash", seconds=1.0)]
+    assert read_stages(given, called=1.0) == {"hash": Stage(1.0)}
