@@ -57,7 +57,7 @@ class SharedKV:
 @dataclass(frozen=True, slots=True)
 class IndexedKV:
     """Keys and values, a layer's own or an earlier one's, and an index key of so many numbers of every token, in the
-    same blocks: by these it chooses the tokens that it attends to (`layers/index_keys`). Of 0: it keeps none, and
+    same blocks: by these it chooses the tokens that it attends to (`sparse_attention.index`). Of 0: it keeps none, and
     attends to those that an earlier layer chose."""
 
     kv: PagedKV | SharedKV

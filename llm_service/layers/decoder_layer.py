@@ -10,31 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.families.family import FeedForwardKind, LayerKind, Mixer
-from llm_service.layers.block_attention import BlockIndexedAttention
 from llm_service.layers.experts import SparseMLP
 from llm_service.layers.experts_beside import ExpertsBeside
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.indexed_attention import IndexedAttention
-from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
-from llm_service.layers.late_normed_attention import LateNormedAttention
-from llm_service.layers.latent_attention import LatentAttention
 from llm_service.layers.mamba2_mixer import Mamba2
 from llm_service.layers.mixer import CachedPart, HandedOn, MixerPart, Rotary
+from llm_service.layers.mla.latent_attention import LatentAttention
+from llm_service.layers.mla.pooled import PooledSparseLatentAttention
+from llm_service.layers.mla.sparse import SparseLatentAttention
 from llm_service.layers.mlp import MLP, CutMLP, PlainReluMLP, SquaredMLP
 from llm_service.layers.modality_experts import ModalityExperts
-from llm_service.layers.normed_output_attention import NormedOutputAttention
 from llm_service.layers.ops import Unnormed, norm_of
-from llm_service.layers.own_normed_attention import OwnNormedAttention
 from llm_service.layers.part_layers import FeedForwardLayer, MixerLayer
 from llm_service.layers.per_layer_embeddings import LayerEnd
 from llm_service.layers.pooled_experts import PooledExperts
-from llm_service.layers.pooled_latents import PooledLatentAttention
 from llm_service.layers.scaled_experts import InputScaledMLP
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
+from llm_service.layers.self_attention.qk_norms import LateNormedAttention, NormedOutputAttention, OwnNormedAttention
+from llm_service.layers.self_attention.tempered import TemperedAttention
 from llm_service.layers.short_convolution import ShortConvolution
-from llm_service.layers.tempered_attention import TemperedAttention
+from llm_service.layers.sparse_attention.block_attention import BlockSparseAttention
+from llm_service.layers.sparse_attention.stretch_attention import StretchSparseAttention
 from llm_service.layers.xielu import XieluMLP
 from llm_service.model_config.feed_forward import Activation
 from llm_service.model_config.text import TextConfig
@@ -79,10 +77,10 @@ def _experts(
 MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], MixerPart]] = {
     Mixer.ATTENTION: SelfAttention,
     Mixer.LATENT_ATTENTION: LatentAttention,
-    Mixer.INDEXED_ATTENTION: IndexedAttention,
-    Mixer.BLOCK_INDEXED_ATTENTION: BlockIndexedAttention,
-    Mixer.INDEXED_LATENT_ATTENTION: IndexedLatentAttention,
-    Mixer.POOLED_LATENT_ATTENTION: PooledLatentAttention,
+    Mixer.INDEXED_ATTENTION: StretchSparseAttention,
+    Mixer.BLOCK_INDEXED_ATTENTION: BlockSparseAttention,
+    Mixer.INDEXED_LATENT_ATTENTION: SparseLatentAttention,
+    Mixer.POOLED_LATENT_ATTENTION: PooledSparseLatentAttention,
     Mixer.OWN_NORMED_ATTENTION: OwnNormedAttention,
     Mixer.LATE_NORMED_ATTENTION: LateNormedAttention,
     Mixer.NORMED_OUTPUT_ATTENTION: NormedOutputAttention,
@@ -163,7 +161,7 @@ class DecoderLayer(nn.Module):
     def mixed(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any, kept: HandedOn | None) -> Tensor:
         """What the mixer makes of what it projects. A layer that shares keys and values writes those that are `kept`
         into their cache again."""
-        if isinstance(self.mixer, IndexedLatentAttention):
+        if isinstance(self.mixer, SparseLatentAttention):
             return self.mixer.mix(inputs, cache, batch, kept)
         if kept is not None and self._shares:
             inputs = *inputs, *kept.keys[self._window]

@@ -12,7 +12,7 @@ from llm_service.families.family import FAR
 from llm_service.layers.learned_rope import LearnedRotary
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import MultimodalRotary
-from llm_service.layers.tempered_attention import TemperedRotary
+from llm_service.layers.self_attention.tempered import TemperedRotary
 from llm_service.model_config.rotary import LONG, RotaryConfig
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.checkpoints.tensors import SliceReader
 from common.telemetry import log
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.model_config.stated_quantization import cache_type_of, suggests_fp8_cache
 from llm_service.models.decoder import Decoder
 

@@ -22,7 +22,7 @@ from llm_service.layers.linear import PackedLinear, Stored, VocabularyEmbedding
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import RMSNorm, norm_of
 from llm_service.layers.rotaries import rotary_of
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.model_config.eagle import EagleConfig
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder, Deepstack

@@ -46,7 +46,7 @@ from llm_service.layers.mixer import (
     StateBackend,
     StateMetadata,
 )
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.settings import CacheDtype
 
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cache_spec import SharedKV
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams

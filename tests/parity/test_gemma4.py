@@ -26,7 +26,7 @@ from llm_service.layers.experts_beside import NormedRouter
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import HandedOn
 from llm_service.layers.per_layer_embeddings import LayerEnd
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text

@@ -13,8 +13,8 @@ import torch
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf import models as hf_models
 from llm_service.families.sight import ALL_BEFORE, SpanRule
-from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
+from llm_service.layers.sparse_attention import index as index_keys
 from llm_service.models import trial, trial_chunks, trial_reference
 from llm_service.models.hf import attention as hf_attention
 from llm_service.models.hf import decoder as hf_decoder

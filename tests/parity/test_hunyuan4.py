@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.gates import CutGates
 from llm_service.families.sight import SpanRule
-from llm_service.layers import latent_chunks
 from llm_service.layers.gated_hyper_connections import StreamGates
-from llm_service.layers.indexed_latents import IndexedLatentAttention
-from llm_service.layers.latent_attention import HeadSinks, LatentAttention
-from llm_service.layers.token_index import OrderedLayerNorm
+from llm_service.layers.mla import chunks as latent_chunks
+from llm_service.layers.mla.latent_attention import HeadSinks, LatentAttention
+from llm_service.layers.mla.sparse import SparseLatentAttention
+from llm_service.layers.sparse_attention.token_indexer import OrderedLayerNorm
 from llm_service.models.trial import try_ours_of
 from tools.models.drawn_prompts import drawn_prompt
 from tools.models.tiny import config_of_recipe
@@ -66,7 +66,7 @@ def test_the_published_configuration_is_tried_as_it_is() -> None:
     assert try_ours_of(config, drawn_prompt).spans is SpanRule.NOWHERE
 
 
-def _first_choice(part: IndexedLatentAttention, asked: Any, cache: Tensor, index: Any, handed: Any) -> list[Tensor]:
+def _first_choice(part: SparseLatentAttention, asked: Any, cache: Tensor, index: Any, handed: Any) -> list[Tensor]:
     if part.index is None:
         return list(handed.choice)
     made = index.choose(part.index.query(*asked), cache)
@@ -83,7 +83,7 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
     "no sinks": (HeadSinks, "_place", lambda sinks, _: sinks.scores.fill_(-torch.inf)),
     "no sinks where keys are made anew": (latent_chunks, "softmax_with_sinks", lambda scores, _: scores.softmax(-1)),
     "no gates": (LatentAttention, "opened", lambda part, attended, _: attended),
-    "another layer's choice": (IndexedLatentAttention, "_choice", _first_choice),
+    "another layer's choice": (SparseLatentAttention, "_choice", _first_choice),
     "streams that are not normed": (StreamGates, "forward", _unscaled),
     "experts whose gates are not cut": (CutGates, "opened", lambda _, gate, up, sigmoid: gate * sigmoid(gate) * up),
     "keys of an index that are not normed": (OrderedLayerNorm, "forward", lambda _, x: x),

@@ -22,8 +22,8 @@ from llm_service.families import registry
 from llm_service.families.family import Family
 from llm_service.families.sight import SpanRule
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.self_attention import SelfAttention
-from llm_service.layers.tempered_attention import TemperedAttention
+from llm_service.layers.self_attention.layer import SelfAttention
+from llm_service.layers.self_attention.tempered import TemperedAttention
 from llm_service.model_config.text import TextConfig
 from llm_service.models import trial, trial_chunks
 from llm_service.models.decoder import Decoder

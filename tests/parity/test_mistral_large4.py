@@ -21,9 +21,9 @@ from common.hf.small_models import made_up
 from llm_service.families.sight import SpanRule
 from llm_service.layers.experts import GroupedRouter
 from llm_service.layers.group import ALONE
-from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.learned_rope import LearnedGrowth, LearnedRotary
-from llm_service.layers.token_index import TokenIndexer
+from llm_service.layers.mla.sparse import SparseLatentAttention
+from llm_service.layers.sparse_attention.token_indexer import TokenIndexer
 from llm_service.model_config import text as text_config
 from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_plain
@@ -138,7 +138,7 @@ def _without_growth(heads: Callable[[int], bool]) -> Any:
     return lambda part, query, places: query if heads(query.shape[1]) else right(part, query, places)
 
 
-def _first_choice(part: IndexedLatentAttention, asked: Any, cache: Tensor, index: Any, handed: Any) -> list[Tensor]:
+def _first_choice(part: SparseLatentAttention, asked: Any, cache: Tensor, index: Any, handed: Any) -> list[Tensor]:
     if part.index is None:
         return list(handed.choice)
     made = index.choose(part.index.query(*asked), cache)
@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
     "queries do not grow": (LearnedGrowth, "forward", _without_growth(lambda heads: heads < INDEX_HEADS)),
     "those of the index do not": (LearnedGrowth, "forward", _without_growth(lambda heads: heads == INDEX_HEADS)),
     "pairs turn as stated": (LearnedRotary, "_place", lambda part, _: part._frequencies.copy_(part._stated)),
-    "another layer's choice": (IndexedLatentAttention, "_choice", _first_choice),
+    "another layer's choice": (SparseLatentAttention, "_choice", _first_choice),
     "another layer's latents": (text_config, "latent_sources", lambda _: (0, 1, 0, 3, 1, 3)),
     "experts scored by sigmoids": (GroupedRouter, "forward", _by_sigmoids),
     "the input of the index is not normed": (TokenIndexer, "ask", _unnormed),

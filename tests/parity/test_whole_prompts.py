@@ -22,7 +22,7 @@ from common.media.item import Key, Modality
 from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import AttentionKind
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.model_config.served import ServedModel
 from llm_service.models.hf import attention as hf_attention
 from llm_service.models.hf.decoder import HfDecoder

@@ -15,8 +15,8 @@ from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheShape, PagedChunk, Span
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import attend_by_scores, softmax_with_sinks
-from llm_service.layers.chosen_chunks import slots_of
-from llm_service.layers.index_keys import ROOM, Chosen, IndexQuery, choose, keep, mask_of
+from llm_service.layers.sparse_attention.chosen_chunks import slots_of
+from llm_service.layers.sparse_attention.index import ROOM, Chosen, IndexQuery, choose, keep, mask_of
 
 
 @dataclass(frozen=True, slots=True)

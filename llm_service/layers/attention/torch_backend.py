@@ -21,7 +21,7 @@ from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span, s
 from llm_service.layers.attention.int8_blocks import Int8Tokens
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import attend_by_scores
-from llm_service.layers.chosen_chunks import slots_of
+from llm_service.layers.sparse_attention.chosen_chunks import slots_of
 
 _ROOM = 256 << 20
 """Bytes that scores of all heads may take at once on a GPU."""

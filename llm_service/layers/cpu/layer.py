@@ -25,7 +25,7 @@ from llm_service.layers.linear import PackedLinear
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.mlp import MLP
 from llm_service.layers.ops import LayerNorm, RMSNorm, Unnormed, use_ops
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.model_config.feed_forward import Activation
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.layers.index_keys import IndexQuery
+from llm_service.layers.sparse_attention.index import IndexQuery
 
 _AT_ONCE, _EXACT_AT_ONCE = 64, 16
 """Tokens that a program takes at once; the latter in float32, whose factors stand in registers."""
@@ -83,7 +83,7 @@ def constants(
 
 
 def score_tokens(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, pool: int = 1) -> Tensor:
-    """See `token_decode.ScoreTokens`."""
+    """See `token_decodes.ScoreTokens`."""
     assert asked.weights is not None, "heads count by weights"
     count, heads, width = asked.query.shape
     longest = metadata.longest // pool
@@ -150,7 +150,7 @@ def block_constants(heads: int, width: int, size: int, block_size: int, dtype: t
 
 
 def score_blocks(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, size: int) -> Tensor:
-    """See `block_decode.ScoreBlocks`."""
+    """See `block_decodes.ScoreBlocks`."""
     count, heads, width = asked.query.shape
     many = -(-metadata.longest // size)
     out = torch.empty(count, heads, many, dtype=torch.float32, device=cache.device)

@@ -13,8 +13,8 @@ from llm_service.families.sight import Sight
 from llm_service.layers.attention.backend import CAUSAL, AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.layers.cache_spec import CacheSpec
-from llm_service.layers.index_keys import Chosen
 from llm_service.layers.mixer import StateBackend
+from llm_service.layers.sparse_attention.index import Chosen
 from llm_service.models.hf.index import NO_MASK
 from llm_service.models.hf.latents import absorbed, rank_of, values_of
 from llm_service.models.hf.states import HfStates

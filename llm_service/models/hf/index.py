@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.family import INDEXED
-from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIndex, TokenIndex
+from llm_service.layers.sparse_attention.index import BlockIndex, Chosen, IndexQuery, PoolIndex, TokenIndex
 from llm_service.models.hf.step import this_step
 
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)

@@ -14,7 +14,7 @@ from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV, SequenceState, SharedKV
-from llm_service.layers.index_keys import Chosen, IndexQuery
+from llm_service.layers.sparse_attention.index import Chosen, IndexQuery
 from llm_service.models.hf.attention import layer_of
 from llm_service.models.hf.latents import rank_of
 from llm_service.models.hf.linear import TextLinear

@@ -1,5 +1,5 @@
 """Layers of transformers with multi-head latent attention: the latent is cached instead of keys and values, and queries
-are multiplied with it as in `layers/latent_products`."""
+are multiplied with it as in `layers/mla/up_projections`."""
 
 from __future__ import annotations
 

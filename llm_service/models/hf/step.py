@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from llm_service.layers.attention.general_backend import AttentionRule
-from llm_service.layers.index_keys import Chosen, IndexQuery
+from llm_service.layers.sparse_attention.index import Chosen, IndexQuery
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionRule], Tensor]
 """From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""

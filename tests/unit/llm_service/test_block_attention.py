@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoints.checkpoint import CheckpointError
-from llm_service.layers import block_decode
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.layers.block_attention import BlockIndexedAttention
-from llm_service.layers.block_decode import ScoreBlocks, score_by_torch
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, block_bytes
 from llm_service.layers.gpu import index_kernels
 from llm_service.layers.gpu.index_kernels import score_blocks
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.index_keys import BlockIndex, IndexQuery
 from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.sparse_attention import block_decodes as block_decode
+from llm_service.layers.sparse_attention.block_attention import BlockSparseAttention
+from llm_service.layers.sparse_attention.block_decodes import ScoreBlocks, score_by_torch
+from llm_service.layers.sparse_attention.index import BlockIndex, IndexQuery
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
@@ -72,8 +72,8 @@ def shape_of(**more: Any) -> TextConfig:
     return TextConfig.of(settings_of(**more).to_dict())
 
 
-def layer_of(shape: TextConfig, theirs: nn.Module, group: TensorGroup = ALONE) -> BlockIndexedAttention:
-    ours = BlockIndexedAttention(shape.layer_kind(1), shape, group, torch.float32)
+def layer_of(shape: TextConfig, theirs: nn.Module, group: TensorGroup = ALONE) -> BlockSparseAttention:
+    ours = BlockSparseAttention(shape.layer_kind(1), shape, group, torch.float32)
     read(ours, theirs)
     return ours
 
@@ -86,7 +86,7 @@ def expected_of(theirs: nn.Module, settings: MiniMaxM3VLTextConfig, x: Tensor) -
     return found
 
 
-def joined(ours: BlockIndexedAttention, shape: TextConfig, each: list[Tensor], cuts: list[tuple[int, int]]) -> Tensor:
+def joined(ours: BlockSparseAttention, shape: TextConfig, each: list[Tensor], cuts: list[tuple[int, int]]) -> Tensor:
     """What comes out of the heads of several sequences at once, [sequences, n, hidden], computed from cut to cut."""
     caches, found = Caches([ours], 24, CACHED, torch.float32, CPU, attention="torch"), list[Tensor]()
     kept = caches.layers[0]
@@ -228,7 +228,7 @@ def test_our_kernel_scores_blocks_as_torch_does(dtype: torch.dtype, monkeypatch:
 
 def test_an_index_key_is_kept_beside_keys_and_values_and_adapters_may_change_the_index() -> None:
     shape = shape_of()
-    spec = BlockIndexedAttention(shape.layer_kind(1), shape, ALONE, torch.float32).cache_spec()
+    spec = BlockSparseAttention(shape.layer_kind(1), shape, ALONE, torch.float32).cache_spec()
     assert isinstance(spec, IndexedKV)
     assert block_bytes([spec], CACHED, torch.float32) == 4 * CACHED * (2 * 4 * 16 + 12)
     index = {name.rpartition("indexer.")[2] for name in shapes_of(shape) if "indexer." in name}

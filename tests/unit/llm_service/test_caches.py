@@ -12,7 +12,7 @@ import torch
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import CacheSpec, PagedKV, SharedKV
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.settings import CacheDtype
 from llm_service.worker.caches import Caches
 

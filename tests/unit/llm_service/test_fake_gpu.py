@@ -28,7 +28,7 @@ from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.group import ALONE
 from llm_service.layers.low_rank import LowRank
 from llm_service.layers.quantized_weight import QuantizedWeight
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead

@@ -11,12 +11,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.families.sight import Sight
-from llm_service.layers import index_keys
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import AttentionKind, CacheShape, PagedChunk
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV, SharedKV, block_bytes
-from llm_service.layers.index_keys import BlockIndex, Chosen, IndexQuery, PoolIndex, TokenIndex, best, mask_of
+from llm_service.layers.sparse_attention import index as index_keys
+from llm_service.layers.sparse_attention.index import (
+    BlockIndex,
+    Chosen,
+    IndexQuery,
+    PoolIndex,
+    TokenIndex,
+    best,
+    mask_of,
+)
 from llm_service.worker.caches import Caches
 
 CPU = torch.device("cpu")

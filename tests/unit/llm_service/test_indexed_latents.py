@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoints.checkpoint import CheckpointError
-from llm_service.layers import token_decode
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
@@ -19,11 +18,12 @@ from llm_service.layers.decoder_layer import MIXERS
 from llm_service.layers.gpu import index_kernels
 from llm_service.layers.gpu.index_kernels import score_tokens
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.index_keys import IndexQuery, TokenIndex
-from llm_service.layers.indexed_latents import IndexedLatentAttention
-from llm_service.layers.latent_attention import LatentAttention
+from llm_service.layers.mla.latent_attention import LatentAttention
+from llm_service.layers.mla.sparse import SparseLatentAttention
 from llm_service.layers.rotaries import rotary_of
-from llm_service.layers.token_decode import ScoreTokens, score_by_torch
+from llm_service.layers.sparse_attention import token_decodes
+from llm_service.layers.sparse_attention.index import IndexQuery, TokenIndex
+from llm_service.layers.sparse_attention.token_decodes import ScoreTokens, score_by_torch
 from llm_service.model_config.latent import LatentHeads
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
@@ -178,12 +178,12 @@ def test_a_token_of_each_sequence_follows_metadata(
     score: ScoreTokens, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that are seen whole and such that are not, and one of nobody, a few at a time."""
-    monkeypatch.setattr(token_decode, "score_on", lambda _: score)
-    monkeypatch.setattr(token_decode, "ROOM", 4 * 4 * 8 * 40)
+    monkeypatch.setattr(token_decodes, "score_on", lambda _: score)
+    monkeypatch.setattr(token_decodes, "ROOM", 4 * 4 * 8 * 40)
     shape = shape_of(index_topk=most)
     kind = shape.layer_kind(0)
     ours = MIXERS[kind.mixer](kind, shape, ALONE, torch.float32)
-    assert isinstance(ours, IndexedLatentAttention)
+    assert isinstance(ours, SparseLatentAttention)
     drawn(ours)
     tables, begun, steps = [[2, 0, 1, 9, 5], [11, 3, 23, 4, 13], [8, 22, 6, 7, 10]], (33, 3, MOST - 1), 4
     each = [noise(TOKENS, HIDDEN, seed=seed) for seed in range(3)]

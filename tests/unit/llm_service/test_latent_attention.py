@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from common.checkpoints.checkpoint import CheckpointError
-from llm_service.layers import latent_chunks
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import block_bytes, cache_shapes
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.latent_attention import LatentAttention
+from llm_service.layers.mla import chunks as latent_chunks
+from llm_service.layers.mla.latent_attention import LatentAttention
 from llm_service.layers.ops import MultimodalRotary
 from llm_service.layers.rotaries import rotary_of
 from llm_service.model_config.latent import LatentHeads

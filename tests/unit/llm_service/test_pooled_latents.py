@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoints.checkpoint import CheckpointError
-from llm_service.layers import pool_decode, token_decode
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
@@ -19,8 +18,10 @@ from llm_service.layers.decoder_layer import MIXERS
 from llm_service.layers.gpu.index_kernels import score_tokens
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import HandedOn, Rotary
-from llm_service.layers.pooled_latents import PooledLatentAttention
-from llm_service.layers.token_decode import ScoreTokens, score_by_torch
+from llm_service.layers.mla.pooled import PooledSparseLatentAttention
+from llm_service.layers.sparse_attention import pool_decodes as pool_decode
+from llm_service.layers.sparse_attention import token_decodes
+from llm_service.layers.sparse_attention.token_decodes import ScoreTokens, score_by_torch
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches
@@ -74,9 +75,9 @@ def shape_of(**more: Any) -> TextConfig:
     return TextConfig.of(settings_of(**more).to_dict())
 
 
-def layers_of(shape: TextConfig, group: TensorGroup = ALONE) -> list[PooledLatentAttention]:
+def layers_of(shape: TextConfig, group: TensorGroup = ALONE) -> list[PooledSparseLatentAttention]:
     made = [MIXERS[kind.mixer](kind, shape, group, torch.float32) for kind in map(shape.layer_kind, range(2))]
-    ours = [each for each in made if isinstance(each, PooledLatentAttention)]
+    ours = [each for each in made if isinstance(each, PooledSparseLatentAttention)]
     assert [each.index is None for each in ours] == [False, True]
     return ours
 
@@ -94,7 +95,7 @@ def expected_of(theirs: list[nn.Module], x: Tensor) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def caches_of(ours: list[PooledLatentAttention], **more: Any) -> Caches:
+def caches_of(ours: list[PooledSparseLatentAttention], **more: Any) -> Caches:
     """In which nothing is a number."""
     caches = Caches(ours, 24, BLOCK, torch.float32, CPU, **more)
     for kept in caches.layers:
@@ -104,7 +105,7 @@ def caches_of(ours: list[PooledLatentAttention], **more: Any) -> Caches:
     return caches
 
 
-def mixed(ours: list[PooledLatentAttention], caches: Caches, batches: list[Any], x: Tensor) -> Tensor:
+def mixed(ours: list[PooledSparseLatentAttention], caches: Caches, batches: list[Any], x: Tensor) -> Tensor:
     kept = HandedOn()
     parts = [
         each.o(each.mix(each.project(x, UNROTATED), cache, batch, kept))
@@ -113,7 +114,7 @@ def mixed(ours: list[PooledLatentAttention], caches: Caches, batches: list[Any],
     return torch.cat(parts, dim=1)
 
 
-def joined(ours: list[PooledLatentAttention], each: list[Tensor], cuts: list[tuple[int, int]]) -> list[Tensor]:
+def joined(ours: list[PooledSparseLatentAttention], each: list[Tensor], cuts: list[tuple[int, int]]) -> list[Tensor]:
     """What comes out of the heads of several sequences at once, computed from cut to cut."""
     caches, found = caches_of(ours, attention="torch"), list[Tensor]()
     for begin, end in cuts:
@@ -195,8 +196,8 @@ def test_a_token_of_each_sequence_follows_metadata(
     score: ScoreTokens, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that are seen whole and such that are not, and one of nobody, a few at a time."""
-    monkeypatch.setattr(token_decode, "score_on", lambda _: score)
-    monkeypatch.setattr(token_decode, "ROOM", 4 * 4 * 8 * 40)
+    monkeypatch.setattr(token_decodes, "score_on", lambda _: score)
+    monkeypatch.setattr(token_decodes, "ROOM", 4 * 4 * 8 * 40)
     monkeypatch.setattr(pool_decode, "ROOM", 2 * 8 * 40 // POOL)
     ours = layers_of(shape_of(index_topk=most))
     for each in ours:

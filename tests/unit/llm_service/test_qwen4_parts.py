@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.family import FeedForwardKind, LayerKind, Mixer
-from llm_service.layers import stretch_index
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata
@@ -20,11 +19,12 @@ from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.gdn.torch_backend import TorchBackend as TorchDeltas
 from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.hyper_connections import StreamMix
-from llm_service.layers.indexed_attention import IndexedAttention
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ngrams import Ngrams
 from llm_service.layers.ops import MultimodalRotary
-from llm_service.layers.stretch_index import IndexBatch
+from llm_service.layers.sparse_attention import stretch_batches
+from llm_service.layers.sparse_attention.stretch_attention import StretchSparseAttention
+from llm_service.layers.sparse_attention.stretch_batches import StretchBatch
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
 from llm_service.models.mtp import load_mtp
@@ -116,7 +116,7 @@ def _positions() -> Tensor:
 class _Attending:
     """An attention of ours over a paged cache of a sequence's own blocks, whatever these hold at first."""
 
-    def __init__(self, ours: IndexedAttention, attention: str = "torch") -> None:
+    def __init__(self, ours: StretchSparseAttention, attention: str = "torch") -> None:
         self._ours, spec = ours, ours.cache_spec()
         ((_, shape),) = cache_shapes([spec], 40, BLOCK).items()
         self.shape, self._backend = shape, choose(attention, shape, torch.float32, CPU)
@@ -133,16 +133,16 @@ def _rotary(positions: Tensor) -> Rotary:
 
 
 @pytest.fixture(scope="module")
-def attention() -> tuple[nn.Module, IndexedAttention]:
+def attention() -> tuple[nn.Module, StretchSparseAttention]:
     theirs = _theirs("Qwen4ExpTextAttention", 1)
     kind = LayerKind(Mixer.INDEXED_ATTENTION, FeedForwardKind.EXPERTS)
-    return theirs, _fill(IndexedAttention(kind, _config(), ALONE, torch.float32), theirs)
+    return theirs, _fill(StretchSparseAttention(kind, _config(), ALONE, torch.float32), theirs)
 
 
 @pytest.mark.parametrize("by", ["torch", "numba"])
 @torch.inference_mode()
 def test_tokens_see_what_transformers_chooses_however_a_prompt_is_cut(
-    by: str, attention: tuple[nn.Module, IndexedAttention]
+    by: str, attention: tuple[nn.Module, StretchSparseAttention]
 ) -> None:
     theirs, ours = attention
     one, other = _noise(90, 2, TOKENS, HIDDEN)
@@ -176,7 +176,7 @@ def test_tokens_see_what_transformers_chooses_however_a_prompt_is_cut(
 
 
 @torch.inference_mode()
-def test_a_token_of_each_sequence_follows_metadata(attention: tuple[nn.Module, IndexedAttention]) -> None:
+def test_a_token_of_each_sequence_follows_metadata(attention: tuple[nn.Module, StretchSparseAttention]) -> None:
     """Sequences that see all and such that do not, one of nobody, and stretches that end or do not."""
     _, ours = attention
     x = _noise(94, 3, TOKENS, HIDDEN)
@@ -208,11 +208,11 @@ def test_a_token_of_each_sequence_follows_metadata(attention: tuple[nn.Module, I
 
 @torch.inference_mode()
 def test_masks_are_of_as_many_rows_as_there_is_room_for(
-    attention: tuple[nn.Module, IndexedAttention], monkeypatch: pytest.MonkeyPatch
+    attention: tuple[nn.Module, StretchSparseAttention], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, ours = attention
     x, chunk = _noise(96, TOKENS, HIDDEN), PagedChunk(0, TOKENS, list(range(12)))
-    rotary, made = _rotary(torch.arange(TOKENS).expand(3, -1)), IndexBatch.seen
+    rotary, made = _rotary(torch.arange(TOKENS).expand(3, -1)), StretchBatch.seen
     expected, rows = _Attending(ours)(x, rotary, [chunk]), list[int]()
 
     def seen(*given: Any) -> Tensor:
@@ -220,14 +220,14 @@ def test_masks_are_of_as_many_rows_as_there_is_room_for(
         rows.append(len(mask))
         return mask
 
-    monkeypatch.setattr(IndexBatch, "seen", seen)
-    monkeypatch.setattr(stretch_index, "ROOM", 7 * 4 * 4 * TOKENS)
+    monkeypatch.setattr(StretchBatch, "seen", seen)
+    monkeypatch.setattr(stretch_batches, "ROOM", 7 * 4 * 4 * TOKENS)
     torch.testing.assert_close(_Attending(ours)(x, rotary, [chunk]), expected)
     assert rows == [7] * 6 + [3]
 
 
 @torch.inference_mode()
-def test_what_sees_all_is_computed_beside_what_does_not(attention: tuple[nn.Module, IndexedAttention]) -> None:
+def test_what_sees_all_is_computed_beside_what_does_not(attention: tuple[nn.Module, StretchSparseAttention]) -> None:
     _, ours = attention
     one, other = _noise(91, 2, TOKENS, HIDDEN)
     cosine, sine = _rotary(torch.arange(TOKENS).expand(3, -1))
@@ -241,7 +241,7 @@ def test_what_sees_all_is_computed_beside_what_does_not(attention: tuple[nn.Modu
 
 
 @torch.inference_mode()
-def test_rejected_drafts_leave_nothing_in_a_stretch(attention: tuple[nn.Module, IndexedAttention]) -> None:
+def test_rejected_drafts_leave_nothing_in_a_stretch(attention: tuple[nn.Module, StretchSparseAttention]) -> None:
     """Drafts end a stretch, other tokens take their places, and a sequence with the same blocks before goes on."""
     _, ours = attention
     x, blocks = _noise(92, TOKENS, HIDDEN), list(range(12))

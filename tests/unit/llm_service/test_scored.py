@@ -11,7 +11,7 @@ from torch import Tensor
 from llm_service.layers.attention import scored, torch_backend
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.attention.scored import attend_by_scores
-from llm_service.layers.index_keys import mask_of
+from llm_service.layers.sparse_attention.index import mask_of
 from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.layer_cases import noise
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from common.checkpoints.checkpoint import CheckpointError
-from llm_service.layers import token_decode
 from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
@@ -19,10 +18,11 @@ from llm_service.layers.cache_spec import IndexedCache, IndexedKV, block_bytes
 from llm_service.layers.experts import GroupedRouter
 from llm_service.layers.gpu.index_kernels import score_tokens
 from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.indexed_latents import IndexedLatentAttention
 from llm_service.layers.mixer import HandedOn
+from llm_service.layers.mla.sparse import SparseLatentAttention
 from llm_service.layers.rotaries import rotary_of
-from llm_service.layers.token_decode import ScoreTokens, score_by_torch
+from llm_service.layers.sparse_attention import token_decodes
+from llm_service.layers.sparse_attention.token_decodes import ScoreTokens, score_by_torch
 from llm_service.model_config.experts import GroupedExperts
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory
@@ -100,15 +100,15 @@ def expected_of(theirs: Sequence[Any], settings: MistralLarge4TextConfig, x: Ten
     return torch.stack(found)
 
 
-def ours_of(shape: TextConfig, theirs: Sequence[Any] = (), group: TensorGroup = ALONE) -> list[IndexedLatentAttention]:
+def ours_of(shape: TextConfig, theirs: Sequence[Any] = (), group: TensorGroup = ALONE) -> list[SparseLatentAttention]:
     kinds = map(shape.layer_kind, range(shape.layers))
-    made = [IndexedLatentAttention(kind, shape, group, torch.float32) for kind in kinds]
+    made = [SparseLatentAttention(kind, shape, group, torch.float32) for kind in kinds]
     for own, other in zip(made, theirs, strict=False):
         read(own, other)
     return made
 
 
-def caches_of(ours: Sequence[IndexedLatentAttention], attention: Any = "torch") -> Caches:
+def caches_of(ours: Sequence[SparseLatentAttention], attention: Any = "torch") -> Caches:
     """Where no number stands before one is written."""
     made = Caches(ours, BLOCKS, BLOCK, torch.float32, CPU, attention=attention)
     for kept in made.layers:
@@ -119,7 +119,7 @@ def caches_of(ours: Sequence[IndexedLatentAttention], attention: Any = "torch") 
 
 
 def step(
-    ours: Sequence[IndexedLatentAttention], caches: Caches, batches: list[Any], x: Tensor, angles: tuple[Tensor, ...]
+    ours: Sequence[SparseLatentAttention], caches: Caches, batches: list[Any], x: Tensor, angles: tuple[Tensor, ...]
 ) -> Tensor:
     """[layers, n, hidden] of layers that are all given the same."""
     handed, found = HandedOn(), list[Tensor]()
@@ -129,7 +129,7 @@ def step(
 
 
 def joined(
-    ours: Sequence[IndexedLatentAttention], shape: TextConfig, each: Sequence[Tensor], cuts: list[tuple[int, int]]
+    ours: Sequence[SparseLatentAttention], shape: TextConfig, each: Sequence[Tensor], cuts: list[tuple[int, int]]
 ) -> Tensor:
     """[layers, sequences, n, hidden] of several sequences at once, computed from cut to cut."""
     caches, found = caches_of(ours), list[Tensor]()
@@ -176,7 +176,7 @@ def test_a_token_of_each_sequence_follows_metadata(
     score: ScoreTokens, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that are seen whole and such that are not, and one of nobody."""
-    monkeypatch.setattr(token_decode, "score_on", lambda _: score)
+    monkeypatch.setattr(token_decodes, "score_on", lambda _: score)
     settings, shape = settings_of(index_topk=most), shape_of(index_topk=most)
     theirs, begun, steps = theirs_of(settings), (33, 3, MOST - 1), 3
     ours = ours_of(shape, theirs)

@@ -14,20 +14,20 @@ from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, SharedKV
-from llm_service.layers.chosen_chunks import ChosenBatch, ChosenChunk, PagedChoice
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.index_keys import mask_of
-from llm_service.layers.latent_attention import LatentAttention
-from llm_service.layers.latent_chunks import attend_expanded
-from llm_service.layers.latent_products import LatentProducts
 from llm_service.layers.mixer import HandedOn, Rotary
-from llm_service.layers.token_decode import PagedTokenIndex, TokenIndexDecodes, attend_to_listed
-from llm_service.layers.token_index import TokenIndexer
+from llm_service.layers.mla.chunks import attend_expanded
+from llm_service.layers.mla.latent_attention import LatentAttention
+from llm_service.layers.mla.up_projections import KvUpProjections
+from llm_service.layers.sparse_attention.chosen_chunks import ChosenBackend, ChosenBatch, ChosenChunk
+from llm_service.layers.sparse_attention.index import mask_of
+from llm_service.layers.sparse_attention.token_decodes import TokenDecodes, TokenIndexBackend, attend_to_listed
+from llm_service.layers.sparse_attention.token_indexer import TokenIndexer
 from llm_service.model_config.latent import LatentHeads
 from llm_service.model_config.text import TextConfig
 
 
-class IndexedLatentAttention(LatentAttention):
+class SparseLatentAttention(LatentAttention):
     """What `mix` takes of queries and latents is followed by what the index makes of the same tokens, unless what
     another layer's index chose counts."""
 
@@ -44,9 +44,9 @@ class IndexedLatentAttention(LatentAttention):
         kv = self.kept if self._keys_of is None else SharedKV(self._keys_of)
         return IndexedKV(kv, 0 if self.index is None else self.index.kept_width)
 
-    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PagedChoice:
+    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> ChosenBackend:
         """See `IndexPart`."""
-        return PagedTokenIndex(self._chosen.most, attention, blocks, block_size, self.products.weight.device)
+        return TokenIndexBackend(self._chosen.most, attention, blocks, block_size, self.products.weight.device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `LatentAttention.project`."""
@@ -61,7 +61,7 @@ class IndexedLatentAttention(LatentAttention):
         query, *others = inputs
         indexed: IndexedCache = cache
         attention: AttentionBatch = batch[0]
-        index: ChosenBatch | TokenIndexDecodes = batch[1]
+        index: ChosenBatch | TokenDecodes = batch[1]
         latents = indexed.kv[0].flatten(0, 1)
         own = self._keys_of is None  # else what attends writes the same once more
         key = others.pop(0) if own else latents[index.written].to(query.dtype)
@@ -71,7 +71,7 @@ class IndexedLatentAttention(LatentAttention):
         if index.sees_all:
             return self.opened(self.attended(query, key, indexed.kv, attention), gates)
         choice = self._choice(others, indexed.index, index, kept)
-        if isinstance(index, TokenIndexDecodes):
+        if isinstance(index, TokenDecodes):
             latents[index.written] = key.to(latents.dtype)
             slots, seen = choice
             absorbed, shape = self.products.absorbed(query), self.shape
@@ -88,7 +88,7 @@ class IndexedLatentAttention(LatentAttention):
         return self.opened(out.flatten(1), gates)
 
     def _choice(
-        self, asked: list[Tensor], cache: Tensor, index: ChosenBatch | TokenIndexDecodes, kept: HandedOn | None
+        self, asked: list[Tensor], cache: Tensor, index: ChosenBatch | TokenDecodes, kept: HandedOn | None
     ) -> list[Tensor]:
         """What the index chooses, as the batch gives it, or what the last one before it chose."""
         if self.index is None:
@@ -107,7 +107,7 @@ def mix_chosen(
     keys: Tensor,
     parts: Iterable[tuple[ChosenChunk, Tensor]],
     shape: LatentHeads,
-    products: LatentProducts,
+    products: KvUpProjections,
     sinks: Tensor | None = None,
 ) -> None:
     """Fills out [n, heads, value] at the places of these chunks, of which each token sees some places, int64 [count,

@@ -1,5 +1,5 @@
-"""What an index chooses for one token of each sequence, from metadata on the device alone, so that it can be captured
-in a graph: of any sequence as much is read as of one that does not see all."""
+"""Stretches that an index chooses for one token of each sequence, from metadata on the device alone, so that it can be
+captured in a graph: of any sequence as much is read as of one that does not see all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llm_service.layers.attention.metadata import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
-class IndexDecodes:
-    """As `IndexBatch` of such a step, over metadata that may be filled anew; see there. `null_slot` is where nobody's
+class StretchDecodes:
+    """As `StretchBatch` of such a step, over metadata that may be filled anew; see there. `null_slot` is where nobody's
     tokens are."""
 
     stretch: int
@@ -29,26 +29,26 @@ class IndexDecodes:
 
     @property
     def written(self) -> Tensor:
-        """See `IndexBatch`."""
+        """See `StretchBatch`."""
         return self.metadata.slot_mapping.long()
 
     @property
     def members(self) -> Tensor:
-        """See `IndexBatch`: of each sequence, int64 [s, stretch]."""
+        """See `StretchBatch`: of each sequence, int64 [s, stretch]."""
         first = (self._lengths // self.stretch - 1).clamp(min=0) * self.stretch
         within = torch.arange(self.stretch, device=first.device)
         return self._slots((first.unsqueeze(1) + within).minimum(self._last))
 
     @property
     def ends(self) -> Tensor:
-        """See `IndexBatch`: nowhere where a sequence's last token does not end a stretch."""
+        """See `StretchBatch`: nowhere where a sequence's last token does not end a stretch."""
         lengths = self._lengths
         return self.written.masked_fill((lengths % self.stretch != 0) | (lengths == 0), self.null_slot)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, asked: Tensor, keys: Tensor, scale: float
     ) -> Tensor:
-        """See `IndexBatch`."""
+        """See `StretchBatch`."""
         cached_keys, cached_values = cache.flatten(1, 2)
         cached_keys[self.written], cached_values[self.written] = key.to(cache.dtype), value.to(cache.dtype)
         slots, seen = self._seen(asked, keys.flatten(0, 1))

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llm_service.layers.index_keys import ROOM, IndexQuery, best
-from llm_service.layers.token_decode import TokenIndexDecodes
+from llm_service.layers.sparse_attention.index import ROOM, IndexQuery, best
+from llm_service.layers.sparse_attention.token_decodes import TokenDecodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolDecodes(TokenIndexDecodes):
+class PoolDecodes(TokenDecodes):
     """As `PoolBatch` of such a step; see there. `score` gives a score for each whole pool."""
 
     pool: int
 
     @property
     def sees_all(self) -> bool:
-        """See `TokenIndexDecodes`."""
+        """See `TokenDecodes`."""
         return self.metadata.longest // self.pool <= self.most // self.pool
 
     @property
@@ -37,7 +37,7 @@ class PoolDecodes(TokenIndexDecodes):
         return self.written.masked_fill((lengths % self.pool != 0) | (lengths == 0), self.null_slot)
 
     def choose(self, asked: IndexQuery, cache: Tensor) -> list[Tensor]:
-        """See `TokenIndexDecodes`: int64 [s, most + pool − 1], of which the last are behind the last whole pool."""
+        """See `TokenDecodes`: int64 [s, most + pool − 1], of which the last are behind the last whole pool."""
         lengths = self.metadata.seq_lens.long()
         whole, most = lengths // self.pool, self.most // self.pool
         scores = self.score(asked, cache, self.metadata)

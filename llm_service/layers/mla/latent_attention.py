@@ -16,11 +16,11 @@ from llm_service.layers.attention.torch_backend import TorchBatch
 from llm_service.layers.cache_spec import IndexedKV, PagedKV
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.latent_chunks import mix_chunks
-from llm_service.layers.latent_products import LatentProducts
 from llm_service.layers.learned_rope import LearnedGrowth
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary, StateBackend
+from llm_service.layers.mla.chunks import mix_chunks
+from llm_service.layers.mla.up_projections import KvUpProjections
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
 from llm_service.model_config.text import TextConfig
 
@@ -88,7 +88,7 @@ class LatentAttention(nn.Module):
             self.kv_norm = norm(shape.rank, stored_as="kv_a_layernorm", growth=shape.growth)
         if self._made and shape.norms_rotated:
             self.rotated_norm = norm(shape.rotated, stored_as="k_rope_only_layernorm", order=pairs)
-        self.products = LatentProducts(shape, heads, group, dtype)
+        self.products = KvUpProjections(shape, heads, group, dtype)
         self.head_gates: PackedLinear | None = None
         if config.family.attention.output_gate is OutputGate.PER_HEAD:  # few
             self.head_gates = linear(whole, {"g_proj": own}, rounds=False)

@@ -1,4 +1,5 @@
-"""Attention each of whose heads is normed with weights of its own, as in Chameleon."""
+"""Norms of heads in other places than usual: with weights of its own for each head (Chameleon), once heads are rotated
+(HunyuanOCR), or of what heads attended to, before gates open it (Muse Spark)."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.families.family import LayerKind
+from llm_service.layers.attention.backend import AttentionBatch
+from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.ops import RMSNorm
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.model_config.text import TextConfig
 
 _EPS = 1e-5
@@ -58,3 +62,34 @@ class OwnNormedAttention(SelfAttention):
         normed = torch.cat([self.q_norm(query), self.k_norm(key)], dim=1)
         rotated = self.ops.qk_norm_rotary(normed, rotary, self.heads, self.kv_heads, None, self.eps)
         return self.parts(rotated, heads)
+
+
+class LateNormedAttention(SelfAttention):
+    """Self-attention that norms what is rotated: a weight for each number of a head says something else before."""
+
+    @property
+    def gains(self) -> None:
+        """Nothing is normed before."""
+        return
+
+    def parts(self, rotated: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
+        """See `SelfAttention.parts`."""
+        query, key, *others = super().parts(rotated, heads)
+        return self._normed(self.q_norm, query), self._normed(self.k_norm, key), *others
+
+    def _normed(self, norm: object, heads: Tensor) -> Tensor:
+        assert isinstance(norm, RMSNorm), "its family norms heads"
+        normed: Tensor = norm(heads.reshape(-1, self.head_dim))
+        return normed.view(heads.shape)
+
+
+class NormedOutputAttention(SelfAttention):
+    """Attention, each head of which is normed, without a weight, before its gates open it."""
+
+    def mix(self, inputs: tuple[Tensor, ...], cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """See `MixerPart`."""
+        query, key, value, gates = inputs
+        attended = batch.attend(query, key, value, cache)
+        ones = torch.ones(self.head_dim, dtype=attended.dtype, device=attended.device)
+        normed = self.ops.rms_norm(attended.view(-1, self.head_dim), ones, self.eps)
+        return normed.view(attended.shape) * sigmoid(gates.flatten(1))

@@ -11,7 +11,7 @@ from torch import Tensor
 from llm_service.layers.attention.one_head import attend_to_one
 from llm_service.layers.attention.scored import softmax_with_sinks
 from llm_service.layers.attention.torch_backend import TorchBatch
-from llm_service.layers.latent_products import LatentProducts
+from llm_service.layers.mla.up_projections import KvUpProjections
 from llm_service.model_config.latent import LatentHeads
 
 _ROOM = 32 << 20
@@ -23,7 +23,7 @@ def mix_chunks(
     keys: Tensor,
     batch: TorchBatch,
     shape: LatentHeads,
-    products: LatentProducts,
+    products: KvUpProjections,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Queries [n, heads, rotated + plain] of a batch, and all that the cache keeps [slots, rank + rotated], these
@@ -55,7 +55,7 @@ def attend_expanded(
     keys: Tensor,
     mask: Tensor | None,
     shape: LatentHeads,
-    products: LatentProducts,
+    products: KvUpProjections,
     sinks: Tensor | None = None,
 ) -> None:
     """Fills out [n, heads, value] for queries [n, heads, rotated + plain] and what is kept of the tokens that they see,

@@ -18,10 +18,10 @@ from torch.nn import functional
 
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.layers.chosen_chunks import ChosenChunk, apart, slots_of
 from llm_service.layers.cpu import selection
-from llm_service.layers.index_keys import ROOM, mask_of
-from llm_service.layers.stretch_decode import IndexDecodes
+from llm_service.layers.sparse_attention.chosen_chunks import ChosenChunk, apart, slots_of
+from llm_service.layers.sparse_attention.index import ROOM, mask_of
+from llm_service.layers.sparse_attention.stretch_decodes import StretchDecodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ _MANY = 2
 
 
 @dataclass(frozen=True, slots=True)
-class IndexBatch:
+class StretchBatch:
     """`written` int64 [n] is where the batch's tokens are, `members` int64 [m, stretch] where those of the stretches
     are that end among them. Of the chunks those in `chosen` do not see all; `rest` int64 [k] are the places of the
     others, which `dense` attends to. `along` attends along lists of units of so many tokens, which lie together."""
@@ -169,8 +169,8 @@ def scored(asked: Tensor, stretches: Tensor) -> Tensor:
     return scores
 
 
-class PagedIndex:
-    """Makes a step's batches; see `IndexBatch`. What sees all is computed by `attention`."""
+class StretchIndexBackend:
+    """Makes a step's batches; see `StretchBatch`. What sees all is computed by `attention`."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class PagedIndex:
         self._null_slot = blocks * block_size
         self._unit = math.gcd(stretch, block_size)
 
-    def batch(self, chunks: Sequence[PagedChunk]) -> IndexBatch:
+    def batch(self, chunks: Sequence[PagedChunk]) -> StretchBatch:
         """See `IndexBackend`."""
         every = [slots_of(chunk, self._block_size) for chunk in chunks]
         ends = [len(slots) // self._stretch * self._stretch for slots in every]
@@ -194,7 +194,7 @@ class PagedIndex:
         new = np.concatenate([slots[first:last] for slots, first, last in zip(every, begun, ends, strict=True)])
         reach = (self._kept + 1) * self._stretch - 1
         found, (members,) = apart(chunks, reach, self._block_size, self._device, new)
-        return IndexBatch(
+        return StretchBatch(
             self._stretch,
             self._kept,
             found.written,
@@ -206,9 +206,9 @@ class PagedIndex:
             self._along(),
         )
 
-    def over(self, metadata: AttentionMetadata) -> IndexDecodes:
+    def over(self, metadata: AttentionMetadata) -> StretchDecodes:
         """See `StableIndexBackend`."""
-        return IndexDecodes(self._stretch, self._kept, self._block_size, self._null_slot, metadata)
+        return StretchDecodes(self._stretch, self._kept, self._block_size, self._null_slot, metadata)
 
     def _along(self) -> AttendAlong | None:
         if self._attention.name != "numba" or not selection.is_numba():

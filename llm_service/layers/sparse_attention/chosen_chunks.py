@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.gpu.transfer import to_device
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch, PagedChunk
-from llm_service.layers.index_keys import IndexQuery, choose
+from llm_service.layers.sparse_attention.index import IndexQuery, choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class ChosenBatch:
         return made
 
 
-class PagedChoice:
+class ChosenBackend:
     """Makes a step's batches. Sequences of up to `reach` tokens are seen whole; what sees all is computed by
     `attention`."""
 

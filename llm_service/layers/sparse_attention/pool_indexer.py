@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.families.family import LayerKind
-from llm_service.layers import token_decode
 from llm_service.layers.attention.backend import AttentionBackend, PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.layers.chosen_chunks import ChosenBatch, PagedChoice, apart, slots_of
-from llm_service.layers.index_keys import IndexQuery, PoolIndex
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.pool_decode import PoolDecodes
-from llm_service.layers.token_decode import TokenIndexDecodes
-from llm_service.layers.token_index import TokenIndexer
+from llm_service.layers.sparse_attention import token_decodes
+from llm_service.layers.sparse_attention.chosen_chunks import ChosenBackend, ChosenBatch, apart, slots_of
+from llm_service.layers.sparse_attention.index import IndexQuery, PoolIndex
+from llm_service.layers.sparse_attention.pool_decodes import PoolDecodes
+from llm_service.layers.sparse_attention.token_decodes import TokenDecodes
+from llm_service.layers.sparse_attention.token_indexer import TokenIndexer
 from llm_service.model_config.text import TextConfig
 
 
@@ -48,7 +48,7 @@ class PoolIndexer(TokenIndexer):
         """How it chooses."""
         return PoolIndex(self.shape.most, self.shape.pool, self.index_kpool_compress_ape)
 
-    def keep(self, kept: Tensor, cache: Tensor, batch: ChosenBatch | TokenIndexDecodes) -> None:
+    def keep(self, kept: Tensor, cache: Tensor, batch: ChosenBatch | TokenDecodes) -> None:
         """See `TokenIndexer`; keys of the pools that end among these tokens are written as well."""
         assert isinstance(batch, PoolBatch | PoolDecodes), "it knows where pools end"
         batch.keep(kept, cache)
@@ -79,7 +79,7 @@ class PoolBatch(ChosenBatch):
         return self.members[:, -1]
 
 
-class PagedPools(PagedChoice):
+class PoolIndexBackend(ChosenBackend):
     """Makes a step's batches, over metadata as well. Where no more than `most` tokens are in whole pools all are
     seen."""
 
@@ -88,7 +88,7 @@ class PagedPools(PagedChoice):
     ) -> None:
         super().__init__(most + pool - 1, attention, block_size, device)
         self._most, self._pool, self._null_slot = most, pool, blocks * block_size
-        self._score = partial(token_decode.score_on(device), pool=pool)
+        self._score = partial(token_decodes.score_on(device), pool=pool)
 
     def batch(self, chunks: Sequence[PagedChunk]) -> PoolBatch:
         """See `IndexBackend`."""

@@ -10,7 +10,7 @@ from llm_service.layers.linear import Place, Stored, fill
 from llm_service.model_config.latent import LatentHeads
 
 
-class LatentProducts(nn.Module):
+class KvUpProjections(nn.Module):
     """This rank's heads' matrices, [heads, plain + value, rank]: what makes the plain part of a key of a latent, and
     below that what makes a value. A key need not be made to be multiplied with a query: q · (K c) = (Kᵀ q) · c. Nor do
     values: Σ w (V c) = V (Σ w c). Quantised ones are widened as they are read, since queries take them the other way

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from llm_service.layers.attention.backend import AttentionBackend
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.layers.chosen_chunks import PagedChoice
-from llm_service.layers.index_keys import ROOM, BlockIndex, IndexQuery
+from llm_service.layers.sparse_attention.chosen_chunks import ChosenBackend
+from llm_service.layers.sparse_attention.index import ROOM, BlockIndex, IndexQuery
 
 
 class ScoreBlocks(Protocol):
@@ -98,7 +98,7 @@ def attend_to_blocks(
     return torch.cat(parts)
 
 
-class PagedBlockIndex(PagedChoice):
+class BlockIndexBackend(ChosenBackend):
     """Makes a step's batches, over metadata as well."""
 
     def __init__(

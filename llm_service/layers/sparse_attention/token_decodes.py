@@ -12,8 +12,8 @@ from torch import Tensor
 from llm_service.layers.attention.backend import AttentionBackend
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.attention.scored import softmax_with_sinks
-from llm_service.layers.chosen_chunks import PagedChoice
-from llm_service.layers.index_keys import ROOM, IndexQuery, best
+from llm_service.layers.sparse_attention.chosen_chunks import ChosenBackend
+from llm_service.layers.sparse_attention.index import ROOM, IndexQuery, best
 
 
 class ScoreTokens(Protocol):
@@ -27,7 +27,7 @@ class ScoreTokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenIndexDecodes:
+class TokenDecodes:
     """As `ChosenBatch` of such a step, over metadata that may be filled anew; see there. `null_slot` is where
     nobody's tokens are."""
 
@@ -109,7 +109,7 @@ def attend_to_listed(
     return torch.cat(parts)
 
 
-class PagedTokenIndex(PagedChoice):
+class TokenIndexBackend(ChosenBackend):
     """Makes a step's batches, over metadata as well."""
 
     def __init__(
@@ -118,9 +118,9 @@ class PagedTokenIndex(PagedChoice):
         super().__init__(most, attention, block_size, device)
         self._most, self._size, self._null_slot, self._score = most, block_size, blocks * block_size, score_on(device)
 
-    def over(self, metadata: AttentionMetadata) -> TokenIndexDecodes:
+    def over(self, metadata: AttentionMetadata) -> TokenDecodes:
         """See `StableIndexBackend`."""
-        return TokenIndexDecodes(self._most, self._size, self._null_slot, metadata, self._score)
+        return TokenDecodes(self._most, self._size, self._null_slot, metadata, self._score)
 
 
 def score_on(device: torch.device) -> ScoreTokens:

@@ -16,13 +16,13 @@ from llm_service.layers.group import TensorGroup
 from llm_service.layers.linear import PackedLinear
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import RMSNorm, apply_rotary
-from llm_service.layers.self_attention import SelfAttention
-from llm_service.layers.stretch_decode import IndexDecodes
-from llm_service.layers.stretch_index import IndexBatch, PagedIndex
+from llm_service.layers.self_attention.layer import SelfAttention
+from llm_service.layers.sparse_attention.stretch_batches import StretchBatch, StretchIndexBackend
+from llm_service.layers.sparse_attention.stretch_decodes import StretchDecodes
 from llm_service.model_config.text import TextConfig
 
 
-class Indexer(nn.Module):
+class StretchIndexer(nn.Module):
     """Makes an index's queries and keys; every rank has all of them. Of each token its projected key is kept, and what
     its angles are; of each stretch, in the place of its last token, the mean of its tokens' keys, normed and rotated by
     the angles of the first."""
@@ -49,7 +49,7 @@ class Indexer(nn.Module):
         angles = [table[:, 0, :half].to(made.dtype) for table in rotary]
         return apply_rotary(asked, *rotary), torch.cat([made[:, -1], *angles], dim=1)
 
-    def keep(self, kept: Tensor, cache: Tensor, batch: IndexBatch | IndexDecodes) -> None:
+    def keep(self, kept: Tensor, cache: Tensor, batch: StretchBatch | StretchDecodes) -> None:
         """Writes what is kept of a batch's tokens, [n, width], and the keys of stretches that end among them, into one
         layer's cache [blocks + 1, block_size, width]."""
         flat, dim = cache.flatten(0, 1), self.shape.head_dim
@@ -63,22 +63,22 @@ class Indexer(nn.Module):
             flat[batch.ends, :dim] = rotated.to(cache.dtype)
 
 
-class IndexedAttention(SelfAttention):
+class StretchSparseAttention(SelfAttention):
     """What `mix` takes of queries, keys and values is followed by what the index makes of the same tokens."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
-        self.index = Indexer(config, dtype)
+        self.index = StretchIndexer(config, dtype)
         self._scale = self._kind.softmax_scale(self.head_dim)
 
     def cache_spec(self) -> IndexedKV:
         """Keys and values, and what the index keeps."""
         return IndexedKV(PagedKV(self.heads, self.kv_heads, self.head_dim, self._kind), self.index.kept_width)
 
-    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PagedIndex:
+    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> StretchIndexBackend:
         """See `IndexPart`."""
         index, device = self.index.shape, self.index.q_layernorm.weight.device
-        return PagedIndex(index.stretch, index.kept, attention, blocks, block_size, device)
+        return StretchIndexBackend(index.stretch, index.kept, attention, blocks, block_size, device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `SelfAttention.project`."""
@@ -89,7 +89,7 @@ class IndexedAttention(SelfAttention):
         query, key, value, *gates, asked, kept = inputs
         indexed: IndexedCache = cache
         attention: AttentionBatch = batch[0]
-        chosen: IndexBatch | IndexDecodes = batch[1]
+        chosen: StretchBatch | StretchDecodes = batch[1]
         self.index.keep(kept, indexed.index, chosen)
         if chosen.sees_all:
             attended = attention.attend(query, key, value, indexed.kv)

@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache."""
+"""Self-attention over the paged cache: its projections, and its weights in a checkpoint."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import MultimodalRotary
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.model_config.rotary import Tempering
 
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.attention.general_backend import attend_to_chosen
-from llm_service.layers.block_decode import BlockDecodes, PagedBlockIndex, attend_to_blocks
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV
-from llm_service.layers.chosen_chunks import ChosenBatch
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.group import TensorGroup
-from llm_service.layers.index_keys import BlockIndex, IndexQuery
 from llm_service.layers.linear import PackedLinear, length
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import TORCH, RMSNorm, RowOps
-from llm_service.layers.self_attention import SelfAttention
+from llm_service.layers.self_attention.layer import SelfAttention
+from llm_service.layers.sparse_attention.block_decodes import BlockDecodes, BlockIndexBackend, attend_to_blocks
+from llm_service.layers.sparse_attention.chosen_chunks import ChosenBatch
+from llm_service.layers.sparse_attention.index import BlockIndex, IndexQuery
 from llm_service.model_config.text import TextConfig
 
 
@@ -58,7 +58,7 @@ class BlockIndexer(nn.Module):
         return rotated[:, :-1], rotated[:, -1]
 
 
-class BlockIndexedAttention(SelfAttention):
+class BlockSparseAttention(SelfAttention):
     """What `mix` takes of queries, keys and values is followed by what the index makes of the same tokens."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
@@ -70,9 +70,9 @@ class BlockIndexedAttention(SelfAttention):
         """Keys and values, and an index key."""
         return IndexedKV(PagedKV(self.heads, self.kv_heads, self.head_dim, self._kind), self.index.shape.head_dim)
 
-    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PagedBlockIndex:
+    def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> BlockIndexBackend:
         """See `IndexPart`."""
-        return PagedBlockIndex(self.index.index, attention, blocks, block_size, self.index.k_norm.weight.device)
+        return BlockIndexBackend(self.index.index, attention, blocks, block_size, self.index.k_norm.weight.device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `SelfAttention.project`."""

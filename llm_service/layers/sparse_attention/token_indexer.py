@@ -1,4 +1,5 @@
-"""An index of single tokens (DeepSeek-V3.2): what it makes of them."""
+"""The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2): an index of single tokens, and what it makes of
+them."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.families.family import LayerKind
-from llm_service.layers.chosen_chunks import ChosenBatch
-from llm_service.layers.index_keys import IndexQuery, TokenIndex
 from llm_service.layers.learned_rope import LearnedGrowth
 from llm_service.layers.linear import PackedLinear, Place, Stored, fill
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import TORCH, RowOps
-from llm_service.layers.token_decode import TokenIndexDecodes
+from llm_service.layers.sparse_attention.chosen_chunks import ChosenBatch
+from llm_service.layers.sparse_attention.index import IndexQuery, TokenIndex
+from llm_service.layers.sparse_attention.token_decodes import TokenDecodes
 from llm_service.model_config.text import TextConfig
 
 
@@ -62,7 +63,7 @@ class TokenIndexer(nn.Module):
         """Numbers that are kept of a token."""
         return self.shape.head_dim
 
-    def keep(self, kept: Tensor, cache: Tensor, batch: ChosenBatch | TokenIndexDecodes) -> None:
+    def keep(self, kept: Tensor, cache: Tensor, batch: ChosenBatch | TokenDecodes) -> None:
         """Writes what is kept of a batch's tokens, [n, kept_width], into one layer's cache [blocks + 1, block_size,
         kept_width]."""
         batch.keep(kept, cache)
