@@ -17,7 +17,7 @@ import torch
 from common.checkpoints.checkpoint import Checkpoint
 from common.hardware import default_device, default_dtype
 from common.rows.wire import DType
-from llm_service.layers.weight_dtype import W8A8
+from llm_service.layers.linear.weight_dtype import W8A8
 from llm_service.model_config.text import TextConfig
 from testkit.checkpoints import SPECIAL_IDS, Family, make_checkpoint, redraw
 from tools.models.recipes import RECIPES

@@ -31,7 +31,7 @@ from common.cpu.jit import use_threads
 from common.hardware import default_dtype
 from common.shm.arena import SharedBuffer
 from llm_service.layers.cpu import selection
-from llm_service.layers.weight_dtype import W8A8
+from llm_service.layers.linear.weight_dtype import W8A8
 from llm_service.model_config.adapter_folder import Adaptable, Adapter, read
 from llm_service.model_config.text import TextConfig
 from llm_service.models.loader import load_decoder

@@ -254,10 +254,10 @@ def _grouped(form: str) -> Callable[[Place], Trial]:
 
 
 def _experts(here: Place) -> Trial:
-    from llm_service.layers.experts import SparseMLP
     from llm_service.layers.gpu import row_ops
-    from llm_service.layers.group import ALONE
+    from llm_service.layers.moe.sparse_mlp import SparseMLP
     from llm_service.layers.ops import use_ops
+    from llm_service.layers.tensor_parallel import ALONE
 
     shape = (4, 2, 64, 32) if here.tiny else (128, 8, 2048, 768)
     layer = SparseMLP(*shape, ALONE, here.dtype).requires_grad_(requires_grad=False).to(here.device)

@@ -27,9 +27,10 @@ from common.cpu.jit import use_threads
 from common.cpu.linear import BlockedWeight, LaidOut, Linear
 from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.selection import computes_bfloat16, computes_tiles, fused_vectors
-from llm_service.layers.linear import PackedLinear, quantized
-from llm_service.layers.quantized_weight import QuantizedWeight
-from llm_service.layers.weight_dtype import EXACT, Rounded
+from llm_service.layers.linear.layout import quantized
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.quantized_weight import QuantizedWeight
+from llm_service.layers.linear.weight_dtype import EXACT, Rounded
 
 _SHAPES = ((6144, 1024), (1024, 3072))
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 216, 512)

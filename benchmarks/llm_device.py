@@ -27,10 +27,11 @@ from benchmarks.quantized import BYTES, FORMS
 from benchmarks.shapes import EXPERTS, MODEL, TINY, cache_bytes, step_operations, weight_bytes
 from common.shm.arena import SharedBuffer
 from llm_service.layers.attention.backend import PagedChunk
-from llm_service.layers.experts import Experts
-from llm_service.layers.group import ALONE
-from llm_service.layers.linear import PackedLinear, quantized
-from llm_service.layers.quantized_weight import QuantizedWeight
+from llm_service.layers.linear.layout import quantized
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.quantized_weight import QuantizedWeight
+from llm_service.layers.moe.experts import Experts
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Chunk, Draw, StepPlan

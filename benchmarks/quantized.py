@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
 
 _GROUP = 128
 

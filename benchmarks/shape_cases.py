@@ -14,8 +14,8 @@ from common.gpu.graphs import Capture, CudaCapture
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata
-from llm_service.layers.experts import SparseMLP
-from llm_service.layers.group import ALONE
+from llm_service.layers.moe.sparse_mlp import SparseMLP
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.settings import CacheDtype
 from llm_service.worker.graphs import CaptureBounds
 from testkit.attention_cases import TOLERANCE, Case, of_e4m3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from llm_service.layers.adapter_tiles import RowTiles, tile_numbers
-from llm_service.layers.gpu import adapter_kernels
-from llm_service.layers.low_rank import pieces_of
+from llm_service.layers.gpu import lora_kernels
+from llm_service.layers.lora.row_tiles import RowTiles, tile_numbers
+from llm_service.layers.lora.slots import pieces_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((5, 40, (24,)), (16, 300, (70, 20, 20)), (100, 2080, (64, 90)))
@@ -39,12 +39,12 @@ def check_add(
             b[kind, own:, begin:end] = torch.nan
     tiles = RowTiles(torch.from_numpy(tile_numbers(np.array(slots))).to(device), rows)
     blocks = torch.tensor(
-        pieces_of([[run[1:]] for run in runs], adapter_kernels.OUTPUTS), dtype=torch.int32, device=device
+        pieces_of([[run[1:]] for run in runs], lora_kernels.OUTPUTS), dtype=torch.int32, device=device
     )
     scales = torch.rand(ranks.shape, generator=random) + 0.5
     of_slots = ranks.to(device), scales.to(device)
     out = before.clone()
-    adapter_kernels.add(out[:, 16:-16], x, (a, b), of_slots, blocks, tiles)
+    lora_kernels.add(out[:, 16:-16], x, (a, b), of_slots, blocks, tiles)
     expected = before.double()
     for row, slot in enumerate(slots):
         for part, begin, end in runs if slot >= 0 else ():

@@ -76,7 +76,7 @@ _WITH_HF = (
     *("transformers.models.auto.modeling_auto", "transformers.models.auto.processing_auto"),
 )
 _KERNELS = (
-    *("adapter_kernel", "decode_attention", "gdn_step", "panel_kernel", "prefill_attention", "quantized_kernel"),
+    *("lora_kernel", "decode_attention", "gdn_step", "panel_kernel", "prefill_attention", "quantized_kernel"),
     "row_kernels",
 )
 _TAKEN_AT_THE_START = ("PYTHON", "LD_", "OMP_", "GOMP_", "NUMBA_", "GRPC_", "MALLOC_", "GLIBC_", "CUDA_", "OPENBLAS_")

@@ -33,8 +33,8 @@ from llm_service.engine.notices import StepOutput
 from llm_service.engine.planner import Drafter
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence as Sequenced
-from llm_service.layers.adapters import AdapterKernel
 from llm_service.layers.attention.backend import AttentionBackend, CacheShape
+from llm_service.layers.lora.linear_adapters import AdapterKernel
 from llm_service.layers.mixer import CachedPart, StateBackend
 from llm_service.model_config.adapter_folder import Adapter, read
 from llm_service.model_config.served import ServedModel

@@ -28,8 +28,8 @@ from llm_service.layers.gpu import int8_weight, scaled_weight
 from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.kda import choose as kda
+from llm_service.layers.linear.quantized_weight import QuantizedWeight
 from llm_service.layers.mamba2 import choose as mamba2
-from llm_service.layers.quantized_weight import QuantizedWeight
 from llm_service.models import eagle, quantized
 from llm_service.models.float_formats import SlicedWeight
 from tests import kernel_layout

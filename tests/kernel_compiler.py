@@ -34,13 +34,13 @@ from llm_service.layers.attention.triton_backend import KernelShape
 from llm_service.layers.gdn.backend import CHUNK, GdnShape
 from llm_service.layers.gdn.triton_backend import INVERT, KernelConstants
 from llm_service.layers.gpu import (
-    adapter_kernels,
     gdn_kernels,
     index_kernels,
     int8_kernels,
     int8_weight,
     kda_kernels,
     latent_kernels,
+    lora_kernels,
     mamba2_kernels,
     part_kernels,
     quantized_kernel,
@@ -54,9 +54,9 @@ from llm_service.layers.gpu import sampling_kernels as sampling
 from llm_service.layers.gpu.convolutions import CHANNELS, RUN_CHANNELS
 from llm_service.layers.kda.backend import KdaShape
 from llm_service.layers.kda.triton_backend import KdaConstants
+from llm_service.layers.linear.quantized_weight import Number
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.triton_backend import Mamba2Constants
-from llm_service.layers.quantized_weight import Number
 from llm_service.settings import CacheDtype
 from llm_service.worker import gpu_sampler
 
@@ -343,11 +343,11 @@ def rows(capability: int, dtype: torch.dtype, head: int) -> dict[str, Form]:
 
 def adapters(capability: int, dtype: torch.dtype) -> dict[str, Form]:
     """Of rank 64, the most of a rank that one program takes."""
-    launch, types = adapter_kernels.AdapterLaunch.of(64, dtype), dict.fromkeys(("rows", "ranks", "blocks"), "*i32")
+    launch, types = lora_kernels.AdapterLaunch.of(64, dtype), dict.fromkeys(("rows", "ranks", "blocks"), "*i32")
     types["parts"] = "i32"
     made = {
-        "shrink": (adapter_kernels.shrink_kernel, launch.shrink),
-        "expand": (adapter_kernels.expand_kernel, launch.expand),
+        "shrink": (lora_kernels.shrink_kernel, launch.shrink),
+        "expand": (lora_kernels.expand_kernel, launch.expand),
     }
     return {
         name: form(capability, kernel, dtype, ("between", "scales"), types, **given)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.families.family import AttentionRules, Family, Mixer, NormRules, OutputGate, QkNorm, RopeRules
-from llm_service.layers.linear import Stored
+from llm_service.layers.linear.placement import Stored
 from llm_service.model_config.rotary import RotaryConfig
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets

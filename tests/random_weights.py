@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
 
 
 def random_weight(

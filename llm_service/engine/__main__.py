@@ -12,7 +12,7 @@ from llm_service.settings import EngineSettings
 
 def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     """Loads the model on every rank and allocates the KV cache. Raises CheckpointError if that fails."""
-    from llm_service.layers.group import ALONE  # torch takes a second to import
+    from llm_service.layers.tensor_parallel import ALONE  # torch takes a second to import
     from llm_service.worker.executor import GroupExecutor, LoneExecutor
     from llm_service.worker.load import load_rank
     from llm_service.worker.load_adapters import adapter_reader

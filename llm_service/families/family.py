@@ -41,7 +41,7 @@ class FeedForwardKind(Enum):
     EXPERTS = "experts"
     SCALED_EXPERTS = "experts whose inputs are scaled"
     BY_MODALITY = "experts by modality"
-    POOLED_EXPERTS = "experts of narrower rows"
+    LATENT_EXPERTS = "experts of narrower rows"
     BOTH = "dense, and experts beside it"
     NONE = "none: the layer is a mixer alone"
 

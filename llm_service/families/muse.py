@@ -32,7 +32,7 @@ MUSE_GLIMMER_TEXT = Family(
 MUSE_SPARK_TEXT = replace(
     MUSE_GLIMMER_TEXT,
     norms=replace(MUSE_GLIMMER_TEXT.norms, names=LayerNorms(feed_forward_in="pre_feedforward_layernorm")),
-    moe=replace(MUSE_GLIMMER_TEXT.moe, grouped=True, kind=FeedForwardKind.POOLED_EXPERTS),
+    moe=replace(MUSE_GLIMMER_TEXT.moe, grouped=True, kind=FeedForwardKind.LATENT_EXPERTS),
     layers=replace(MUSE_GLIMMER_TEXT.layers, gated_residual=True),
     checkpoint=replace(MUSE_GLIMMER_TEXT.checkpoint, part_names={"experts.post_expert_norm": "post_expert_norm"}),
     mixers=dict.fromkeys(WINDOWED, Mixer.NORMED_OUTPUT_ATTENTION),

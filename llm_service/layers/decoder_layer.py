@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.families.family import FeedForwardKind, LayerKind, Mixer
-from llm_service.layers.experts import SparseMLP
-from llm_service.layers.experts_beside import ExpertsBeside
+from llm_service.layers.embeddings.per_layer import LayerEnd
 from llm_service.layers.gated_delta_net import GatedDeltaNet
-from llm_service.layers.group import TensorGroup
 from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
 from llm_service.layers.mamba2_mixer import Mamba2
 from llm_service.layers.mixer import CachedPart, HandedOn, MixerPart, Rotary
@@ -21,18 +19,20 @@ from llm_service.layers.mla.latent_attention import LatentAttention
 from llm_service.layers.mla.pooled import PooledSparseLatentAttention
 from llm_service.layers.mla.sparse import SparseLatentAttention
 from llm_service.layers.mlp import MLP, CutMLP, PlainReluMLP, SquaredMLP
-from llm_service.layers.modality_experts import ModalityExperts
-from llm_service.layers.ops import Unnormed, norm_of
-from llm_service.layers.part_layers import FeedForwardLayer, MixerLayer
-from llm_service.layers.per_layer_embeddings import LayerEnd
-from llm_service.layers.pooled_experts import PooledExperts
-from llm_service.layers.scaled_experts import InputScaledMLP
+from llm_service.layers.moe.dense_hybrid import DenseHybridExperts
+from llm_service.layers.moe.input_scaled import InputScaledMLP
+from llm_service.layers.moe.latent_experts import LatentExperts
+from llm_service.layers.moe.modality_experts import ModalityExperts
+from llm_service.layers.moe.sparse_mlp import SparseMLP
+from llm_service.layers.norms import Unnormed, norm_of
+from llm_service.layers.one_part_layers import FeedForwardLayer, MixerLayer
 from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.layers.self_attention.qk_norms import LateNormedAttention, NormedOutputAttention, OwnNormedAttention
 from llm_service.layers.self_attention.tempered import TemperedAttention
 from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.layers.sparse_attention.block_attention import BlockSparseAttention
 from llm_service.layers.sparse_attention.stretch_attention import StretchSparseAttention
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.layers.xielu import XieluMLP
 from llm_service.model_config.feed_forward import Activation
 from llm_service.model_config.text import TextConfig
@@ -93,7 +93,7 @@ MIXERS: dict[Mixer, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], 
 FEED_FORWARDS: dict[FeedForwardKind, Callable[[LayerKind, TextConfig, TensorGroup, torch.dtype], nn.Module]] = {
     FeedForwardKind.DENSE: _dense,
     FeedForwardKind.EXPERTS: _experts,
-    FeedForwardKind.POOLED_EXPERTS: lambda _, *given: PooledExperts(*given),
+    FeedForwardKind.LATENT_EXPERTS: lambda _, *given: LatentExperts(*given),
     FeedForwardKind.BY_MODALITY: lambda _, *given: ModalityExperts(*given),
     FeedForwardKind.SCALED_EXPERTS: partial(_experts, made=InputScaledMLP),
     FeedForwardKind.BOTH: _dense,
@@ -119,7 +119,7 @@ class DecoderLayer(nn.Module):
         self.mlp_in_norm = norm_in(names.feed_forward_in) if names.feed_forward_in else Unnormed()
         self.mlp = FEED_FORWARDS[kind.feed_forward](kind, config, group, dtype)
         both = kind.feed_forward is FeedForwardKind.BOTH
-        self.beside = ExpertsBeside(config, group, dtype) if both else None
+        self.beside = DenseHybridExperts(config, group, dtype) if both else None
         self.mlp_out_norm = norm_out(names.feed_forward_out) if names.feed_forward_out else None
         ends = config.family.layers.scalars or config.layer_inputs is not None
         self.end = LayerEnd(config, dtype) if ends else None

@@ -12,9 +12,10 @@ from llm_service.layers.cache_spec import SequenceState, StateCache
 from llm_service.layers.elementwise import sigmoid
 from llm_service.layers.gdn.backend import GdnBackend, GdnBatch, GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.choose import choose
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear, Place, Stored, fill
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.placement import Place, Stored, fill
 from llm_service.layers.mixer import Rotary
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.state import GateActivation
 from llm_service.model_config.text import TextConfig
 

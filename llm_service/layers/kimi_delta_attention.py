@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.layers.cache_spec import SequenceState, StateCache
-from llm_service.layers.group import TensorGroup
 from llm_service.layers.kda.backend import KdaBackend, KdaBatch, KdaInput, KdaShape, KdaWeights
 from llm_service.layers.kda.choose import choose
-from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.placement import Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 

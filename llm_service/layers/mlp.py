@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from llm_service.families.gates import Gates
 from llm_service.layers.elementwise import sigmoid
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear, SummedLinear
+from llm_service.layers.linear.parallel import PackedLinear, RowParallelLinear
 from llm_service.layers.ops import TORCH, RowOps
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.feed_forward import Activation
 
 
@@ -118,7 +118,7 @@ class SquaredMLP(nn.Module):
         self._group = group
         own, whole = group.partition(inner), slice(0, hidden)
         self.up = PackedLinear(whole, {"up_proj": own}, bias=biases, dtype=dtype)
-        self.down = SummedLinear(own, {"down_proj": whole}, group, bias=biases, dtype=dtype)
+        self.down = RowParallelLinear(own, {"down_proj": whole}, group, bias=biases, dtype=dtype)
 
     def run(self, x: Tensor) -> Tensor:
         """See `MLP.run`."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llm_service.layers.linear import Place, Stored, fill
+from llm_service.layers.linear.placement import Place, Stored, fill
 from llm_service.layers.mlp import SquaredMLP
 
 

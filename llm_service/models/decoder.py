@@ -17,30 +17,28 @@ from common.cpu.linear import Linear
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.family import FeedForwardKind, Mixer
 from llm_service.families.sight import SpanRule
-from llm_service.layers.altup import StreamsIn, StreamsOut
-from llm_service.layers.altup_layer import AltUpLayer
 from llm_service.layers.attention.backend import NumbaCompiled
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer, Layer, make_layer
-from llm_service.layers.experts import Experts
-from llm_service.layers.gated_hyper_connections import JoinedStreams
-from llm_service.layers.gated_residual import GatedResidualLayer
-from llm_service.layers.gated_streams_layer import GatedStreamsLayer
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.hyper_connected_layer import HyperConnectedLayer
-from llm_service.layers.hyper_connections import StreamMix
-from llm_service.layers.linear import PackedLinear, VocabularyEmbedding
-from llm_service.layers.manifold_hyper_connections import MeanNorm
-from llm_service.layers.manifold_layer import ManifoldLayer
-from llm_service.layers.mark_tables import MarkedEmbedding
+from llm_service.layers.embeddings.learned_positions import PositionEmbedding
+from llm_service.layers.embeddings.media_marks import MarkedEmbedding
+from llm_service.layers.embeddings.per_layer import PerLayerEmbeddings
+from llm_service.layers.linear.parallel import PackedLinear, VocabParallelEmbedding
 from llm_service.layers.mixer import CachedPart, HandedOn, Rotary
-from llm_service.layers.modality_layer import ModalityLayer
-from llm_service.layers.ops import TORCH, RMSNorm, norm_of, use_ops
-from llm_service.layers.part_layers import MixerLayer
-from llm_service.layers.per_layer_embeddings import PerLayerEmbeddings
-from llm_service.layers.position_embedding import PositionEmbedding
-from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.moe.experts import Experts
+from llm_service.layers.moe.modality_layer import ModalityLayer
+from llm_service.layers.norms import RMSNorm, norm_of
+from llm_service.layers.one_part_layers import MixerLayer
+from llm_service.layers.ops import TORCH, use_ops
+from llm_service.layers.residual.altup import AltUpLayer, StreamsIn, StreamsOut
+from llm_service.layers.residual.gated_hyper_connections import GatedStreamsLayer, JoinedStreams
+from llm_service.layers.residual.gated_residual import GatedResidualLayer
+from llm_service.layers.residual.hyper_connected_layer import HyperConnectedLayer
+from llm_service.layers.residual.hyper_connections import StreamMix
+from llm_service.layers.residual.manifold_hyper_connections import ManifoldLayer, MeanNorm
+from llm_service.layers.rotary.tables import rotary_of
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 _GROUPED = (9, 10)
@@ -338,11 +336,11 @@ class Decoder(nn.Module):
         return scores
 
 
-def embeddings_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> VocabularyEmbedding:
+def embeddings_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> VocabParallelEmbedding:
     """A rank's partition of the table of tokens."""
     scale = config.hidden_size**0.5 if config.family.vocabulary.scaled_embeddings else None
     given = config.table_rows or config.vocab_size, config.hidden_size, group, dtype
-    embed = partial(MarkedEmbedding, config.mark_tables) if config.mark_tables else VocabularyEmbedding
+    embed = partial(MarkedEmbedding, config.mark_tables) if config.mark_tables else VocabParallelEmbedding
     return embed(*given, scale=scale, norm_eps=config.embedding_eps)
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
-from llm_service.layers.group import ALONE
-from llm_service.layers.linear import Stored
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.linear.placement import Stored
+from llm_service.layers.linear.weight_dtype import Rounded
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.models.decoder import Decoder, embeddings_of, head_of
 from llm_service.models.filling import fill_decoder, targets
 from llm_service.models.loader import HEAD, TABLE, TextSide

@@ -17,12 +17,13 @@ from common.checkpoints.tensors import SliceReader
 from llm_service.families.family import LayerKind
 from llm_service.layers.cache_spec import LayerCache
 from llm_service.layers.decoder_layer import DecoderLayer
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.linear import PackedLinear, Stored, VocabularyEmbedding
+from llm_service.layers.linear.parallel import PackedLinear, VocabParallelEmbedding
+from llm_service.layers.linear.placement import Stored
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.ops import RMSNorm, norm_of
-from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.norms import RMSNorm, norm_of
+from llm_service.layers.rotary.tables import rotary_of
 from llm_service.layers.self_attention.layer import SelfAttention
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.eagle import EagleConfig
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder, Deepstack
@@ -87,7 +88,7 @@ class EagleDecoder(DraftHead):
             self.layers = nn.ModuleList([first, *(DecoderLayer(kind, *given) for kind in kinds[1:])])
             self.norm = norm(size)
             if own_embeddings:
-                self.embed_tokens = VocabularyEmbedding(self.config.vocab_size, size, self.group, self.dtype)
+                self.embed_tokens = VocabParallelEmbedding(self.config.vocab_size, size, self.group, self.dtype)
             if own_head:
                 own = slice(0, size), {"lm_head": slice(0, words)}
                 self.lm_head = PackedLinear(*own, bias=False, dtype=self.dtype, rounds_inputs=False)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from common.checkpoints.checkpoint import CheckpointError
 from common.cpu.linear import finalize_linears
-from llm_service.layers.linear import Finalized, PackedLinear, Place, Placed, Stored, elsewhere, fill, path_within
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.placement import Finalized, Place, Placed, Stored, elsewhere, fill, path_within
+from llm_service.layers.linear.weight_dtype import Rounded
 from llm_service.models.decoder import Decoder
 
 

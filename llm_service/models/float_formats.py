@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_service.layers.linear import Stored
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.linear.placement import Stored
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
 
 
 class SlicedWeight:

@@ -11,7 +11,7 @@ from common.hf.classes import blank_of, config_of, layers_of_levels
 from common.hf.description import HfModel
 from common.telemetry import log
 from llm_service.families.registry import check_text
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.hf.names import own_names
 from llm_service.models.loader import HEAD, TABLE, TextSide, equal_tensors

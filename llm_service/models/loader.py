@@ -13,9 +13,9 @@ from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.checkpoints.tensors import SliceReader
 from common.telemetry import log
 from llm_service.layers.cpu import selection
-from llm_service.layers.experts import Experts
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.linear.weight_dtype import Rounded
+from llm_service.layers.moe.experts import Experts
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.cache_scales import read_cache_scales
 from llm_service.models.decoder import Decoder

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.checkpoints.checkpoint import TensorInfo
-from llm_service.layers.linear import Stored
-from llm_service.layers.quantized_weight import Number
+from llm_service.layers.linear.placement import Stored
+from llm_service.layers.linear.quantized_weight import Number
 from llm_service.models.float_formats import EightBits, PairsOfFloats, PowersOfTwo, only_number
 
 BLOCK = 128, 128

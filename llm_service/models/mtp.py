@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.family import Mixer
 from llm_service.layers.decoder_layer import DecoderLayer
-from llm_service.layers.group import ALONE
-from llm_service.layers.linear import PackedLinear
-from llm_service.layers.ops import RMSNorm
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.norms import RMSNorm
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead, check_target, ends_of, fill_head
 from llm_service.models.loader import TextSide

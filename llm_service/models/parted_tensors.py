@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llm_service.layers.linear import Stored
+from llm_service.layers.linear.placement import Stored
 
 
 @dataclass(frozen=True, slots=True)

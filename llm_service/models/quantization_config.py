@@ -9,7 +9,7 @@ from typing import Any
 from common.checkpoints import bitsandbytes
 from common.checkpoints.checkpoint import CheckpointError
 from common.telemetry import log
-from llm_service.layers.quantized_weight import Number
+from llm_service.layers.linear.quantized_weight import Number
 from llm_service.model_config.stated_quantization import cache_type_of, stated_quantization
 
 _log = log.get("quantized")

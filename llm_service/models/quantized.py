@@ -12,8 +12,8 @@ from common.checkpoints.bitsandbytes import split_name
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from common.checkpoints.tensors import SliceReader, load_slices
 from llm_service.layers.cpu import selection
-from llm_service.layers.linear import Stored
-from llm_service.layers.weight_dtype import W8A8
+from llm_service.layers.linear.placement import Stored
+from llm_service.layers.linear.weight_dtype import W8A8
 from llm_service.model_config.stated_quantization import cache_type_of
 from llm_service.models.cache_scales import is_of_cache
 from llm_service.models.quantization_config import Scheme

@@ -12,8 +12,8 @@ from torch import Tensor
 from common.checkpoints import bitsandbytes
 from common.checkpoints.bitsandbytes import is_4_bits
 from common.checkpoints.checkpoint import CheckpointError, TensorInfo
-from llm_service.layers.linear import Stored
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.linear.placement import Stored
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
 from llm_service.models.filling import InMemory
 from llm_service.models.float_formats import (
     EightBits,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from common.checkpoints.checkpoint import TensorInfo
-from llm_service.layers.linear import Stored
+from llm_service.layers.linear.placement import Stored
 
 _SCALE = "_weight_scale"
 _KINDS = {"": "weight", "_weight_scale": "weight_scale", "_weight_scale_2": "weight_scale_2"}

@@ -25,7 +25,7 @@ from llm_service.families.family import FeedForwardKind
 from llm_service.families.registry import TEXT_FAMILIES, check_text
 from llm_service.families.sight import OF_PROMPTS, SpanRule
 from llm_service.layers.attention.backend import runs_of
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.layer_shapes import MarkTable
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from common.gpu.transfer import to_device
 from llm_service.families.registry import TEXT_FAMILIES
-from llm_service.layers.adapter_tiles import RowTiles
-from llm_service.layers.adapters import AdapterKernel, AdapterRows, LinearAdapters
 from llm_service.layers.cpu import selection
-from llm_service.layers.group import ALONE
-from llm_service.layers.linear import PackedLinear, path_within
-from llm_service.layers.low_rank import LowRank, told_of
-from llm_service.layers.weight_dtype import narrowed
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.placement import path_within
+from llm_service.layers.linear.weight_dtype import narrowed
+from llm_service.layers.lora.linear_adapters import AdapterKernel, AdapterRows, LinearAdapters
+from llm_service.layers.lora.row_tiles import RowTiles
+from llm_service.layers.lora.slots import LowRank, told_of
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.model_config.adapter_folder import Adaptable, Adapter
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
@@ -77,7 +78,7 @@ class RankAdapters:
         """Names of our kernels for CPUs that these need, as `common.cpu.jit.find` takes them."""
         if self._rows.kernel is not AdapterKernel.CPU:
             return set()
-        from llm_service.layers.cpu.adapter_kernel import KERNELS  # numba takes its time
+        from llm_service.layers.cpu.lora_kernel import KERNELS  # numba takes its time
 
         return set(KERNELS)
 

@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from common.gpu.device import release_memory
-from llm_service.layers.group import ALONE
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.plan import Draw, Masks, StepMemoryError, StepPlan, no_masks
 from llm_service.worker.changeover import Changeover
 from llm_service.worker.messages import (

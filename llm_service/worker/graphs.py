@@ -21,9 +21,9 @@ from torch import Tensor
 from common.gpu.graphs import Capture, CaptureFailed
 from common.gpu.transfer import ALIGNMENT, aligned
 from common.telemetry import log
-from llm_service.layers.adapter_tiles import RowTiles
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers, Tiling, WorkList, WorkNumbers
 from llm_service.layers.cache_spec import Segment
+from llm_service.layers.lora.row_tiles import RowTiles
 from llm_service.layers.mixer import StateMetadata
 from llm_service.models.decoder import Decoder, Deepstack
 from llm_service.models.hf.decoder import HfDecoder

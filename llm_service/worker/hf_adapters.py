@@ -12,7 +12,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from common.hf.classes import blank_of, decoder_of
-from llm_service.layers.low_rank import LowRank
+from llm_service.layers.lora.slots import LowRank
 from llm_service.model_config.adapter_folder import Adaptable, Adapter
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.linear import TextLinear

@@ -20,7 +20,7 @@ from common.process.malloc import give_back
 from common.shm.arena import SharedBuffer
 from common.telemetry import log
 from llm_service.layers.cpu import selection
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.served import ServedModel, Weights
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder

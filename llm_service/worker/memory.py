@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from common.checkpoints.checkpoint import CheckpointError
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.plan import Appended, Chunk, Draw, RowSlice, StepPlan
 from llm_service.settings import EngineSettings
 

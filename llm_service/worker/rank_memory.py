@@ -16,7 +16,7 @@ from common.shm.arena import SharedBuffer
 from common.telemetry import log
 from llm_service.layers.attention.int8_blocks import SCALE_BYTES
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.stated_quantization import cache_type_of, suggests_fp8_cache
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder

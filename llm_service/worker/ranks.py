@@ -22,7 +22,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # p
 
 from common.process.children import ChildProcess
 from common.process.parent_link import ParentLink
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.plan import RowSlice
 from llm_service.settings import EngineSettings, RankPlace
 from llm_service.worker.heartbeat import Heartbeat, Process

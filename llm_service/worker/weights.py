@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from common.cpu.linear import LaidOut, Linear
-from llm_service.layers.experts import Experts, GroupedProduct
-from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight, StackedWeight
+from llm_service.layers.moe.experts import Experts, GroupedProduct
 from llm_service.model_config.served import Weights
 
 Weighty = LaidOut | GroupedProduct

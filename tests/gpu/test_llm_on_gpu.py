@@ -17,8 +17,8 @@ from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.flash_backend import find
 from llm_service.layers.attention.metadata import Tiling
-from llm_service.layers.experts import SparseMLP
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.moe.sparse_mlp import SparseMLP
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Draw, RowSlice, StepPlan
 from llm_service.request import SamplingParams

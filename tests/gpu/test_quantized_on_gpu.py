@@ -14,12 +14,12 @@ from torch import Tensor
 from benchmarks.quantized import FORMS as TIMED
 from common.checkpoints.checkpoint import Checkpoint
 from common.gpu.graphs import CudaCapture
-from llm_service.layers.experts import Experts
 from llm_service.layers.gpu import int8_weight
 from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
-from llm_service.layers.linear import PackedLinear
-from llm_service.layers.quantized_weight import Number, QuantizedWeight, rounded_rows
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight, rounded_rows
+from llm_service.layers.moe.experts import Experts
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
 from llm_service.worker.weights import describe

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from llm_service.layers.adapters import AdapterKernel
+from llm_service.layers.lora.linear_adapters import AdapterKernel
 from llm_service.model_config.name_patterns import Budget, NamePattern
 from llm_service.request import Pooling, PromptLayout, SamplingParams
 from testkit.local_engine import LocalEngine, Prompt, make_prompt

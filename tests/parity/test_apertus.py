@@ -15,8 +15,8 @@ from transformers.activations import XIELUActivation
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import state_tokens
 from llm_service.families.sight import SpanRule
-from llm_service.layers.group import ALONE
 from llm_service.layers.mlp import squared_relu
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.layers.xielu import Xielu
 from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_ours_of

@@ -15,7 +15,7 @@ from common.checkpoints.checkpoint import Checkpoint
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.pair_panels import PairPanels
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear.parallel import PackedLinear
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
 from testkit import reference

@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cache_spec import SharedKV
-from llm_service.layers.group import TensorGroup
 from llm_service.layers.self_attention.layer import SelfAttention
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams

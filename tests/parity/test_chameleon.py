@@ -18,8 +18,8 @@ from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.small_models import made_up
 from llm_service.families.family import LayerNorms
 from llm_service.families.sight import SpanRule
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.self_attention.qk_norms import HeadNorms
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.text import text_alone

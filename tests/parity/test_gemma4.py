@@ -22,11 +22,11 @@ from llm_service.families.sight import SpanRule
 from llm_service.layers.cache_spec import PagedKV, SharedKV
 from llm_service.layers.cpu import selection
 from llm_service.layers.decoder_layer import DecoderLayer
-from llm_service.layers.experts_beside import NormedRouter
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.embeddings.per_layer import LayerEnd
 from llm_service.layers.mixer import HandedOn
-from llm_service.layers.per_layer_embeddings import LayerEnd
+from llm_service.layers.moe.dense_hybrid import NormedRouter
 from llm_service.layers.self_attention.layer import SelfAttention
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text

@@ -17,8 +17,8 @@ from common.hf.models import describe
 from common.hf.small_models import made_up
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quad_panels import QuadPanels
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.linear import Fill, TextLinear, fill_quantised, leave_quantised, round_linears
 from llm_service.models.hf.loader import load_hf_decoder

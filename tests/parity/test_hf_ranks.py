@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from common.checkpoints.checkpoint import CheckpointError
 from common.hf.small_models import made_up
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.partition import partition_model
 from llm_service.models.hf.text import text_alone

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.gates import CutGates
 from llm_service.families.sight import SpanRule
-from llm_service.layers.gated_hyper_connections import StreamGates
 from llm_service.layers.mla import chunks as latent_chunks
 from llm_service.layers.mla.latent_attention import HeadSinks, LatentAttention
 from llm_service.layers.mla.sparse import SparseLatentAttention
+from llm_service.layers.residual.gated_hyper_connections import StreamGates
 from llm_service.layers.sparse_attention.token_indexer import OrderedLayerNorm
 from llm_service.models.trial import try_ours_of
 from tools.models.drawn_prompts import drawn_prompt

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.worker.rank_memory import check_small_cache

@@ -17,7 +17,7 @@ from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import config_of, layers_of_levels
 from common.hf.models import describe
 from llm_service.layers.cpu import selection
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import load_decoder

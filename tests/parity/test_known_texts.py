@@ -21,9 +21,9 @@ from common.hf.stored_names import names_within
 from llm_service.families import registry
 from llm_service.families.family import Family
 from llm_service.families.sight import SpanRule
-from llm_service.layers.group import TensorGroup
 from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.layers.self_attention.tempered import TemperedAttention
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models import trial, trial_chunks
 from llm_service.models.decoder import Decoder

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.gpu.graphs import CaptureFailed
 from llm_service.engine.sequence import Sequence
-from llm_service.layers.adapters import AdapterKernel
+from llm_service.layers.lora.linear_adapters import AdapterKernel
 from llm_service.plan import Chunk
 from llm_service.request import SamplingParams
 from llm_service.worker.draft_model import DraftModel

@@ -21,10 +21,11 @@ from encoder_service.families import config
 from encoder_service.models.tower import load_tower
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
-from llm_service.layers.experts import Experts
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear, Stored
-from llm_service.layers.quantized_weight import Number, StackedWeight
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.placement import Stored
+from llm_service.layers.linear.quantized_weight import Number, StackedWeight
+from llm_service.layers.moe.experts import Experts
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.models import quantized as reading
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantization_config import quantization_of

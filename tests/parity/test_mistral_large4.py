@@ -19,11 +19,11 @@ from common.hf.classes import class_of, config_of, speaking
 from common.hf.models import text_of
 from common.hf.small_models import made_up
 from llm_service.families.sight import SpanRule
-from llm_service.layers.experts import GroupedRouter
-from llm_service.layers.group import ALONE
-from llm_service.layers.learned_rope import LearnedGrowth, LearnedRotary
 from llm_service.layers.mla.sparse import SparseLatentAttention
+from llm_service.layers.moe.routers import GroupedRouter
+from llm_service.layers.rotary.learned import LearnedGrowth, LearnedRotary
 from llm_service.layers.sparse_attention.token_indexer import TokenIndexer
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.model_config import text as text_config
 from llm_service.models.decoder import Decoder
 from llm_service.models.filling import fill_plain

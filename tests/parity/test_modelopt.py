@@ -16,8 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
-from llm_service.layers import experts as layer
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.moe import experts as layer
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantization_config import quantization_of

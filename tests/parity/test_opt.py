@@ -13,11 +13,11 @@ from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import speaking, state_tokens
 from common.hf.small_models import made_up
 from llm_service.families.sight import SpanRule
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.linear import SummedLinear
+from llm_service.layers.embeddings.learned_positions import PositionEmbedding
+from llm_service.layers.linear.parallel import RowParallelLinear
 from llm_service.layers.mlp import PlainReluMLP, squared_relu
-from llm_service.layers.ops import BiasedLayerNorm, LayerNorm
-from llm_service.layers.position_embedding import PositionEmbedding
+from llm_service.layers.norms import BiasedLayerNorm, LayerNorm
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.hf.text import text_alone
@@ -66,7 +66,7 @@ def test_biases_of_what_ranks_sum_up_count_once(served: Served) -> None:
 
     def logits(group: TensorGroup) -> tuple[Tensor, list[bool]]:
         decoder = load_decoder(Checkpoint(served.folder), torch.float32, CPU, group, text=text)
-        biases = [part.bias for part in decoder.modules() if isinstance(part, SummedLinear)]
+        biases = [part.bias for part in decoder.modules() if isinstance(part, RowParallelLinear)]
         counted = [bool(bias.any()) for bias in biases if bias is not None]
         return logits_in_chunks(decoder, prompt, positions, [(0, 20), (20, end)], []), counted
 
@@ -123,7 +123,7 @@ def _placed(shift: int) -> Callable[[PositionEmbedding, Tensor], Tensor]:
         (PlainReluMLP, "between", lambda _, x: squared_relu(x)),
         (PositionEmbedding, "forward", _placed(0)),
         (PositionEmbedding, "forward", lambda table, places: table.weight.new_zeros(1)),
-        (SummedLinear, "forward", lambda linear, x: x @ linear.weight.t()),
+        (RowParallelLinear, "forward", lambda linear, x: x @ linear.weight.t()),
     ],
     ids=["norms", "relu", "places", "no places", "biases"],
 )

@@ -18,8 +18,8 @@ from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.cpu.quad_panels import QuadPanels
-from llm_service.layers.experts import Experts
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.moe.experts import Experts
 from llm_service.models.loader import load_decoder
 from llm_service.models.quantization_config import Scheme
 from llm_service.models.quantized import check_weight_dtype

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.tensor_parallel import TensorGroup
 
 
 class Meeting:

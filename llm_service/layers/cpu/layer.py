@@ -21,10 +21,11 @@ from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.cpu.row_kernels import NumbaOps
 from llm_service.layers.cpu.selection import fused_vectors
 from llm_service.layers.decoder_layer import DecoderLayer
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear.parallel import PackedLinear
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.mlp import MLP
-from llm_service.layers.ops import LayerNorm, RMSNorm, Unnormed, use_ops
+from llm_service.layers.norms import LayerNorm, RMSNorm, Unnormed
+from llm_service.layers.ops import use_ops
 from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.model_config.feed_forward import Activation
 

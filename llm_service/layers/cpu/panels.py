@@ -17,8 +17,8 @@ from common.cpu.jit import Array
 from common.cpu.weight_panels import WIDTH
 from llm_service.layers.cpu import panel_kernel, selection
 from llm_service.layers.cpu.selection import fused_vectors, wide_vectors
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
-from llm_service.layers.weight_dtype import narrowed
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.linear.weight_dtype import narrowed
 
 _PAIR = 32
 """Outputs of bfloat16 that lie in one line of a cache, two to a word: the first with the 17th, and so on."""

@@ -18,7 +18,7 @@ from common.cpu.vectors.tiles import BLOCK
 from common.cpu.weight_panels import WIDTH
 from llm_service.layers.cpu import quad_kernel, quad_tiles, selection
 from llm_service.layers.cpu.quad_kernel import OFFSET, QUAD
-from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, rounded_rows
+from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight, rounded_rows
 
 _AT_ONCE = 64
 """Panels that are laid out, or multiplied with by torch, at a time, so that this takes little memory beside them."""

@@ -17,7 +17,7 @@ from common.cpu.jit import Array
 from common.cpu.weight_panels import WIDTH
 from llm_service.layers.cpu import quantized_kernel, quantized_pairs, quantized_tiles, selection
 from llm_service.layers.cpu.quantized_kernel import BFLOAT16, E2M1, E4M3, FLOAT16, FLOAT32, INT8, NIBBLES
-from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, table
+from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight, table
 
 _AT_ONCE = 64
 """Panels that are laid out, or widened by torch, at a time, so that this takes little memory beside the weight's."""

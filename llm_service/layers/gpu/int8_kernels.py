@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llm_service.layers import quantized_weight
 from llm_service.layers.gpu.quantized_kernel import rows_of
+from llm_service.layers.linear import quantized_weight
 
 _STEPS = tl.constexpr(quantized_weight.STEPS)
 _NO_FRACTIONS = tl.constexpr(12582912.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from llm_service.layers.gpu import int8_kernels as kernels
 from llm_service.layers.gpu.kernel_trial import gives
 from llm_service.layers.gpu.launch import LEAST, Launch, splits_of
-from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight, rounded_rows
+from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight, rounded_rows
 
 _MOST_INPUTS = (1 << 17) - 1
 """Products of two numbers from −128 to 127, of which 32 bits hold the sum."""

@@ -15,7 +15,7 @@ from common.checkpoints.bitsandbytes import LEVELS
 from llm_service.layers.gpu import quantized_kernel as kernels
 from llm_service.layers.gpu.launch import Launch, splits_of
 from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
-from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
+from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight
 
 _MANY = 256
 """Rows from which on a weight is widened in memory, once for all of them, and transformers' product is faster."""

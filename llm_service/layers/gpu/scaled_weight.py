@@ -16,7 +16,7 @@ from torch.nn.functional import ScalingType
 
 from llm_service.layers.gpu.kernel_trial import gives
 from llm_service.layers.gpu.scaled_kernel import round_to_e4m3_kernel, scaled_product_kernel
-from llm_service.layers.quantized_weight import GroupedWeight, Number
+from llm_service.layers.linear.quantized_weight import GroupedWeight, Number
 
 _HIGHEST = torch.finfo(torch.float8_e4m3fn).max
 _BLOCK = 128

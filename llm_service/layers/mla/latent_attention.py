@@ -15,13 +15,15 @@ from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
 from llm_service.layers.attention.torch_backend import TorchBatch
 from llm_service.layers.cache_spec import IndexedKV, PagedKV
 from llm_service.layers.elementwise import sigmoid
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.learned_rope import LearnedGrowth
-from llm_service.layers.linear import PackedLinear, Place, Stored, fill, length
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.placement import Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary, StateBackend
 from llm_service.layers.mla.chunks import mix_chunks
 from llm_service.layers.mla.up_projections import KvUpProjections
-from llm_service.layers.ops import TORCH, RMSNorm, RowOps
+from llm_service.layers.norms import RMSNorm
+from llm_service.layers.ops import TORCH, RowOps
+from llm_service.layers.rotary.learned import LearnedGrowth
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 

@@ -14,7 +14,6 @@ from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.attention.general_backend import attend_to_chosen, gathers
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, SharedKV
-from llm_service.layers.group import TensorGroup
 from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.mla.chunks import attend_expanded
 from llm_service.layers.mla.latent_attention import LatentAttention
@@ -23,6 +22,7 @@ from llm_service.layers.sparse_attention.chosen_chunks import ChosenBackend, Cho
 from llm_service.layers.sparse_attention.index import mask_of
 from llm_service.layers.sparse_attention.token_decodes import TokenDecodes, TokenIndexBackend, attend_to_listed
 from llm_service.layers.sparse_attention.token_indexer import TokenIndexer
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.latent import LatentHeads
 from llm_service.model_config.text import TextConfig
 

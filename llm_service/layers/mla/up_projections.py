@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import Place, Stored, fill
+from llm_service.layers.linear.placement import Place, Stored, fill
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.latent import LatentHeads
 
 

@@ -12,10 +12,12 @@ from llm_service.families.family import LayerKind, OutputGate
 from llm_service.layers.attention.backend import AttentionBatch, AttentionKind
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, SharedKV
 from llm_service.layers.elementwise import sigmoid
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear, SummedLinear, length
+from llm_service.layers.linear.parallel import PackedLinear, RowParallelLinear
+from llm_service.layers.linear.placement import length
 from llm_service.layers.mixer import Rotary, StateBackend
-from llm_service.layers.ops import TORCH, PlainNorm, RMSNorm, RowOps
+from llm_service.layers.norms import PlainNorm, RMSNorm
+from llm_service.layers.ops import TORCH, RowOps
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 
@@ -57,7 +59,7 @@ class SelfAttention(nn.Module):
             stacked = {"qkv_proj": (query, *behind)}
         bias, order = family.attention.bias, self._order(config)
         self.qkv = PackedLinear(inputs, stacked, bias=bias, dtype=dtype, order=order)
-        self.o = SummedLinear(query, {"o_proj": whole}, group, bias=family.layers.output_biases, dtype=dtype)
+        self.o = RowParallelLinear(query, {"o_proj": whole}, group, bias=family.layers.output_biases, dtype=dtype)
         self.head_gates: PackedLinear | None = None
         if gate is OutputGate.PER_HEAD:  # few
             self.head_gates = PackedLinear(inputs, {"g_proj": own}, bias=False, dtype=dtype, rounds=False)

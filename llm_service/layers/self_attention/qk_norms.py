@@ -10,11 +10,11 @@ from torch.nn import functional
 from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBatch
 from llm_service.layers.elementwise import sigmoid
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import Place, Stored, fill, length
+from llm_service.layers.linear.placement import Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.ops import RMSNorm
+from llm_service.layers.norms import RMSNorm
 from llm_service.layers.self_attention.layer import SelfAttention
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 _EPS = 1e-5

@@ -13,14 +13,16 @@ from llm_service.layers.attention.backend import AttentionBackend, AttentionBatc
 from llm_service.layers.attention.general_backend import attend_to_chosen
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV
 from llm_service.layers.elementwise import sigmoid
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear, length
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.placement import length
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.ops import TORCH, RMSNorm, RowOps
+from llm_service.layers.norms import RMSNorm
+from llm_service.layers.ops import TORCH, RowOps
 from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.layers.sparse_attention.block_decodes import BlockDecodes, BlockIndexBackend, attend_to_blocks
 from llm_service.layers.sparse_attention.chosen_chunks import ChosenBatch
 from llm_service.layers.sparse_attention.index import BlockIndex, IndexQuery
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 

@@ -12,13 +12,14 @@ from llm_service.families.family import LayerKind
 from llm_service.layers.attention.backend import AttentionBackend, AttentionBatch
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, PagedKV
 from llm_service.layers.elementwise import sigmoid
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear.parallel import PackedLinear
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.ops import RMSNorm, apply_rotary
+from llm_service.layers.norms import RMSNorm
+from llm_service.layers.ops import apply_rotary
 from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.layers.sparse_attention.stretch_batches import StretchBatch, StretchIndexBackend
 from llm_service.layers.sparse_attention.stretch_decodes import StretchDecodes
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 

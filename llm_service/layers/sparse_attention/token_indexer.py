@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llm_service.families.family import LayerKind
-from llm_service.layers.learned_rope import LearnedGrowth
-from llm_service.layers.linear import PackedLinear, Place, Stored, fill
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.placement import Place, Stored, fill
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.ops import TORCH, RowOps
+from llm_service.layers.rotary.learned import LearnedGrowth
 from llm_service.layers.sparse_attention.chosen_chunks import ChosenBatch
 from llm_service.layers.sparse_attention.index import IndexQuery, TokenIndex
 from llm_service.layers.sparse_attention.token_decodes import TokenDecodes

@@ -17,8 +17,8 @@ from llm_service.families.sight import OF_PROMPTS, Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.sparse_attention.index import Chosen, IndexQuery
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.decoder import Deepstack, kernels_of
 from llm_service.models.hf.attention import NAME, HfMixer, attend_as_ours, beyond_kernels, layer_of
 from llm_service.models.hf.head import take_layers

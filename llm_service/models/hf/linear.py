@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf.classes import decoder_of, head_of
 from common.hf.stored_names import names_within
-from llm_service.layers.linear import PackedLinear, Place, Stored, fill
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.placement import Place, Stored, fill
+from llm_service.layers.linear.weight_dtype import Rounded
 from llm_service.models.filling import InMemory
 from llm_service.models.quantized import load_weights, quantized_modules
 

@@ -10,7 +10,7 @@ from common.checkpoints.checkpoint import Checkpoint
 from common.hf.classes import complete, load, speaking
 from common.hf.description import HfModel
 from common.telemetry import log
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.hf.decoder import HfDecoder, MakesBackend
 from llm_service.models.hf.linear import Fill, fill_quantised, leave_quantised, round_linears
 from llm_service.models.hf.text import text_alone

@@ -13,7 +13,7 @@ from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import decoder_of, head_of, mark_tables_of, towers_within
 from common.hf.stored_names import conversions, names_within
 from llm_service.families.registry import TEXT_FAMILIES
-from llm_service.layers.mark_tables import PARTS
+from llm_service.layers.embeddings.media_marks import PARTS
 from llm_service.models.loader import HEAD
 from llm_service.models.parted_tensors import PartedTensors
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import decoder_of
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.models.hf.linear import TextLinear
 from llm_service.models.hf.states import CHUNKS
 

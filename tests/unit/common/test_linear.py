@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from common.cpu.linear import BlockedWeight, LaidOut, Linear, finalize_linears
 from llm_service.layers.cpu.panels import PanelWeight
-from llm_service.layers.linear import PackedLinear
-from llm_service.layers.quantized_weight import QuantizedWeight
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.quantized_weight import QuantizedWeight
+from llm_service.layers.linear.weight_dtype import Rounded
 
 Kind = TypeVar("Kind", bound=Linear)
 

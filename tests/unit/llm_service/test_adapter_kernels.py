@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from llm_service.layers.adapter_tiles import TILE, RowTiles
+from llm_service.layers.lora.row_tiles import TILE, RowTiles
 from testkit import adapter_cases
 
 

@@ -13,12 +13,12 @@ from llm_service.families.hunyuan import HUNYUAN_TEXT
 from llm_service.layers.attention.backend import CacheShape, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.ops import MultimodalRotary
-from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.rotary.multimodal import MultimodalRotary
+from llm_service.layers.rotary.tables import rotary_of
 from llm_service.layers.self_attention.layer import SelfAttention, gates_last
 from llm_service.layers.self_attention.qk_norms import LateNormedAttention
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.rotary import RotaryConfig, Tempering
 from llm_service.models.filling import InMemory, targets
 from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch

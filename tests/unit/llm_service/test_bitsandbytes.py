@@ -12,8 +12,8 @@ from torch import Tensor
 from common.checkpoints.bitsandbytes import load_dense
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.cpu import selection
-from llm_service.layers.linear import quantized
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.linear.layout import quantized
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
 from llm_service.models.quantized import load_weights
 from tests.quantized import Format, by_bitsandbytes, by_bitsandbytes_in_8_bits
 from tests.unit.llm_service.test_quantized import write
@@ -73,7 +73,7 @@ def test_blocks_over_several_outputs_are_read_as_plain_weights(tmp_path: Path) -
 def test_processors_compute_with_the_plain_weight(
     bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llm_service.layers.weight_dtype import Rounded
+    from llm_service.layers.linear.weight_dtype import Rounded
 
     config, tensors, expected = FORMS["nf4"](weight_of(128, 192))
     whole = read(tmp_path / "model", config, tensors)[:]

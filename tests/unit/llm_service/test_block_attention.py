@@ -16,12 +16,12 @@ from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, block_bytes
 from llm_service.layers.gpu import index_kernels
 from llm_service.layers.gpu.index_kernels import score_blocks
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.rotary.tables import rotary_of
 from llm_service.layers.sparse_attention import block_decodes as block_decode
 from llm_service.layers.sparse_attention.block_attention import BlockSparseAttention
 from llm_service.layers.sparse_attention.block_decodes import ScoreBlocks, score_by_torch
 from llm_service.layers.sparse_attention.index import BlockIndex, IndexQuery
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches

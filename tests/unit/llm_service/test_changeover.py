@@ -19,7 +19,7 @@ from common.cpu.jit import find
 from llm_service.layers.cpu import panels, selection
 from llm_service.layers.cpu.numba_backend import NumbaBackend
 from llm_service.layers.cpu.panels import PanelWeight
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.plan import Masks, StepPlan, no_masks
 from llm_service.request import SamplingParams
 from llm_service.worker import changeover, load

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.families.muse import MUSE_SPARK_TEXT
-from llm_service.layers.experts import Experts, SparseMLP
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.modality_experts import ModalityExperts
-from llm_service.layers.pooled_experts import PooledExperts
-from llm_service.layers.scaled_experts import InputScaledMLP
+from llm_service.layers.moe.experts import Experts
+from llm_service.layers.moe.input_scaled import InputScaledMLP
+from llm_service.layers.moe.latent_experts import LatentExperts
+from llm_service.layers.moe.modality_experts import ModalityExperts
+from llm_service.layers.moe.sparse_mlp import SparseMLP
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.experts import GroupedExperts
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
@@ -157,7 +158,7 @@ def test_experts_of_narrower_rows_whose_outputs_are_normed() -> None:
     stored = {name(f"mlp.{each}").removeprefix("mlp."): tensor for each, tensor in theirs.state_dict().items()}
 
     def ours(group: TensorGroup) -> Tensor:
-        made = PooledExperts(shape, group, torch.float32)
+        made = LatentExperts(shape, group, torch.float32)
         places = {each: place for each, (_, place) in targets(made)}
         for each, tensor in stored.items():
             places[each](InMemory(tensor))

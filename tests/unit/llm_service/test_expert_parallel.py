@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_service.layers.experts import Experts, SparseMLP
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import Place
+from llm_service.layers.linear.placement import Place
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.linear.weight_dtype import Rounded
+from llm_service.layers.moe.experts import Experts
+from llm_service.layers.moe.sparse_mlp import SparseMLP
 from llm_service.layers.ops import TORCH, use_ops
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.models.filling import InMemory
 from llm_service.models.float_formats import EightBits
 from tests.layer_cases import HIDDEN, noise

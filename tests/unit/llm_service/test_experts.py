@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_service.layers.experts import SparseMLP
-from llm_service.layers.group import ALONE
+from llm_service.layers.moe.sparse_mlp import SparseMLP
+from llm_service.layers.tensor_parallel import ALONE
 
 
 def filled(experts: int, per_token: int) -> SparseMLP:

@@ -25,10 +25,10 @@ from common.shm.arena import SharedBuffer
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
-from llm_service.layers.group import ALONE
-from llm_service.layers.low_rank import LowRank
-from llm_service.layers.quantized_weight import QuantizedWeight
+from llm_service.layers.linear.quantized_weight import QuantizedWeight
+from llm_service.layers.lora.slots import LowRank
 from llm_service.layers.self_attention.layer import SelfAttention
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
@@ -219,7 +219,9 @@ def test_adapters_are_followed_in_graphs(checkpoints: Callable[..., Path], rows_
     with fake_gpu() as launched:
         with torch.inference_mode(mode=False):
             decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
-        with mock.patch("llm_service.layers.adapters.runs_of", lambda places: [(0, len(places))]):  # waits, once
+        with mock.patch(
+            "llm_service.layers.lora.linear_adapters.runs_of", lambda places: [(0, len(places))]
+        ):  # waits, once
             adapters = RankAdapters(decoder, 2, 8)
         runner = made_runner(decoder, rows_memory, 1, adapters=adapters)
         check_capture(runner, BOUNDS)

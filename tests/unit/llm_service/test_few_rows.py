@@ -14,7 +14,7 @@ from llm_service.layers.cpu import panels
 from llm_service.layers.cpu.layer import FewRows
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.decoder_layer import DecoderLayer
-from llm_service.layers.group import TensorGroup
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from testkit.checkpoints import Family

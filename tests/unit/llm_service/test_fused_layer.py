@@ -17,9 +17,9 @@ from llm_service.layers.cpu import layer_kernel, layer_products, selection
 from llm_service.layers.cpu.layer import FewRows, FusedLayer, finalize
 from llm_service.layers.cpu.panels import PanelWeight
 from llm_service.layers.decoder_layer import DecoderLayer, make_layer
-from llm_service.layers.group import ALONE
-from llm_service.layers.linear import PackedLinear
-from llm_service.layers.weight_dtype import W8A8, Rounded
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.weight_dtype import W8A8, Rounded
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.model_config.feed_forward import Activation
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import kernels_of

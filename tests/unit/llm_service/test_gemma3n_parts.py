@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from common.checkpoints.checkpoint import CheckpointError
 from common.hf import small_models
 from common.hf.classes import mark_tables_of
-from llm_service.layers.altup import AltUp, Laurel, StreamsIn, StreamsOut
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.mark_tables import MarkedEmbedding
+from llm_service.layers.embeddings.media_marks import MarkedEmbedding
 from llm_service.layers.mlp import CutMLP
+from llm_service.layers.residual.altup import AltUp, Laurel, StreamsIn, StreamsOut
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.feed_forward import Activation
 from llm_service.model_config.layer_shapes import LayerInputs
 from llm_service.model_config.text import TextConfig

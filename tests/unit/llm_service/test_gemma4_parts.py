@@ -14,11 +14,12 @@ from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, SharedKV, cache_shapes
 from llm_service.layers.decoder_layer import DecoderLayer
-from llm_service.layers.experts_beside import ExpertsBeside
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.embeddings.per_layer import PerLayerEmbeddings
 from llm_service.layers.mixer import HandedOn
-from llm_service.layers.ops import MultimodalRotary, RMSNorm
-from llm_service.layers.per_layer_embeddings import PerLayerEmbeddings
+from llm_service.layers.moe.dense_hybrid import DenseHybridExperts
+from llm_service.layers.norms import RMSNorm
+from llm_service.layers.rotary.multimodal import MultimodalRotary
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.attention import HeadShape
 from llm_service.model_config.layer_shapes import LayerInputs
 from llm_service.model_config.text import TextConfig
@@ -134,7 +135,7 @@ def test_ranks_share_experts_beside_a_dense_part() -> None:
     theirs = scaled(Gemma4TextDecoderLayer(settings, 0))
     names = ("router", "experts", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
     parts = nn.ModuleDict({name: getattr(theirs, name) for name in (*names, "pre_feedforward_layernorm_2")})
-    whole = ExpertsBeside(shape, ALONE, torch.float32)
+    whole = DenseHybridExperts(shape, ALONE, torch.float32)
     read(whole, parts)
     x = noise(9, HIDDEN)
     weights, chosen = whole.router(x)
@@ -143,7 +144,7 @@ def test_ranks_share_experts_beside_a_dense_part() -> None:
     assert torch.equal(chosen, numbers)
     for alone in (False, True):
         groups = [TensorGroup(rank, 2, expert_parallel=alone) for rank in range(2)]
-        halves = [ExpertsBeside(shape, group, torch.float32) for group in groups]
+        halves = [DenseHybridExperts(shape, group, torch.float32) for group in groups]
         for half in halves:
             read(half, parts)
         mixed = sum(half.mixture(x, weights, chosen) for half in halves)

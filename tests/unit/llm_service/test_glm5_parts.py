@@ -14,10 +14,15 @@ from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.gates import CutGates
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.elementwise import sigmoid
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
-from llm_service.layers.manifold_hyper_connections import MeanNorm, StreamBalance, balanced, rebalanced
-from llm_service.layers.manifold_layer import ManifoldLayer
+from llm_service.layers.residual.manifold_hyper_connections import (
+    ManifoldLayer,
+    MeanNorm,
+    StreamBalance,
+    balanced,
+    rebalanced,
+)
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.models.mtp import load_mtp

@@ -17,13 +17,13 @@ from llm_service.layers.cache_spec import IndexedCache, IndexedKV, block_bytes
 from llm_service.layers.decoder_layer import MIXERS
 from llm_service.layers.gpu import index_kernels
 from llm_service.layers.gpu.index_kernels import score_tokens
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mla.latent_attention import LatentAttention
 from llm_service.layers.mla.sparse import SparseLatentAttention
-from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.rotary.tables import rotary_of
 from llm_service.layers.sparse_attention import token_decodes
 from llm_service.layers.sparse_attention.index import IndexQuery, TokenIndex
 from llm_service.layers.sparse_attention.token_decodes import ScoreTokens, score_by_torch
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.latent import LatentHeads
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of

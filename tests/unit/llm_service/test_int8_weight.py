@@ -13,12 +13,12 @@ from torch import Tensor
 
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.cpu.quad_panels import QuadPanels
-from llm_service.layers.experts import SparseMLP
 from llm_service.layers.gpu import int8_weight as module
 from llm_service.layers.gpu import launch
 from llm_service.layers.gpu.int8_weight import Int8Weight, launch_for
-from llm_service.layers.group import ALONE
-from llm_service.layers.quantized_weight import Number, QuantizedWeight, rounded_rows
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight, rounded_rows
+from llm_service.layers.moe.sparse_mlp import SparseMLP
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.models.float_formats import EightBits
 from llm_service.models.quantized import check_weight_dtype
 from tests import kernel_layout

@@ -13,11 +13,11 @@ from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import block_bytes, cache_shapes
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mla import chunks as latent_chunks
 from llm_service.layers.mla.latent_attention import LatentAttention
-from llm_service.layers.ops import MultimodalRotary
-from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.rotary.multimodal import MultimodalRotary
+from llm_service.layers.rotary.tables import rotary_of
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.latent import LatentHeads
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of

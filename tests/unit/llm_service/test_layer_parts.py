@@ -12,11 +12,11 @@ from torch import nn
 from llm_service.families.gates import BoundedGates, RaisedGates
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gated_delta_net import GatedDeltaNet
-from llm_service.layers.gated_residual import ResidualGate
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.linear import VocabularyEmbedding
+from llm_service.layers.linear.parallel import VocabParallelEmbedding
 from llm_service.layers.mlp import MLP
-from llm_service.layers.ops import RMSNorm
+from llm_service.layers.norms import RMSNorm
+from llm_service.layers.residual.gated_residual import ResidualGate
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.feed_forward import gates_of
 from llm_service.model_config.state import DeltaNetConfig
 from llm_service.models.filling import InMemory
@@ -83,7 +83,7 @@ def test_embeddings_are_normed_as_they_are_read_by_each_rank() -> None:
         parts = []
         for rank in range(ranks):
             group = TensorGroup(rank, ranks) if ranks > 1 else ALONE
-            holder = nn.ModuleDict({"table": VocabularyEmbedding(10, HIDDEN, group, torch.float32, norm_eps=1e-2)})
+            holder = nn.ModuleDict({"table": VocabParallelEmbedding(10, HIDDEN, group, torch.float32, norm_eps=1e-2)})
             read(holder, nn.ModuleDict({"table": theirs}))
             parts.append(holder["table"].weight)
         torch.testing.assert_close(torch.cat(parts), expected)

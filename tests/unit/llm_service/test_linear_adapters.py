@@ -15,11 +15,11 @@ from safetensors.torch import save
 
 from common.checkpoints.checkpoint import Checkpoint
 from common.gpu.transfer import to_device
-from llm_service.layers.adapters import AdaptedRows, AdapterKernel, AdapterRows, LinearAdapters
-from llm_service.layers.gpu.low_rank_tiles import LowRankTiles
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.linear import PackedLinear
-from llm_service.layers.low_rank import LowRank, PlainSlots
+from llm_service.layers.gpu.lora_tiles import LowRankTiles
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.lora.linear_adapters import AdaptedRows, AdapterKernel, AdapterRows, LinearAdapters
+from llm_service.layers.lora.slots import LowRank, PlainSlots
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.adapter_folder import Adapter
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder

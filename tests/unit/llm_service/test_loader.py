@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.cpu.linear import Linear
-from llm_service.layers.experts import Experts
-from llm_service.layers.group import TensorGroup
-from llm_service.layers.linear import PackedLinear
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.moe.experts import Experts
+from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models import filling, loader
 from llm_service.models.loader import load_decoder

@@ -11,7 +11,7 @@ import torch
 
 from common.checkpoints.checkpoint import CheckpointError
 from common.shm.arena import SharedBuffer
-from llm_service.layers.group import ALONE, TensorGroup
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.plan import RowSlice
 from llm_service.settings import EngineSettings
 from llm_service.worker.load import _compile

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from llm_service.layers.cpu import panels
 from llm_service.layers.cpu.panels import PanelWeight
-from llm_service.layers.quantized_weight import QuantizedWeight
-from llm_service.layers.weight_dtype import narrowed
+from llm_service.layers.linear.quantized_weight import QuantizedWeight
+from llm_service.layers.linear.weight_dtype import narrowed
 
 
 @pytest.fixture(autouse=True)

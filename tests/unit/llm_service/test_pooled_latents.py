@@ -16,12 +16,12 @@ from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, block_bytes
 from llm_service.layers.decoder_layer import MIXERS
 from llm_service.layers.gpu.index_kernels import score_tokens
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import HandedOn, Rotary
 from llm_service.layers.mla.pooled import PooledSparseLatentAttention
 from llm_service.layers.sparse_attention import pool_decodes as pool_decode
 from llm_service.layers.sparse_attention import token_decodes
 from llm_service.layers.sparse_attention.token_decodes import ScoreTokens, score_by_torch
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.worker.adapters import shapes_of
 from llm_service.worker.caches import Caches

@@ -13,8 +13,8 @@ from torch import Tensor
 from common.cpu.jit import threads_used, use_threads
 from llm_service.layers.cpu import quad_panels, selection
 from llm_service.layers.cpu.quad_panels import QuadPanels
-from llm_service.layers.linear import quantized
-from llm_service.layers.quantized_weight import Number, QuantizedWeight, StackedWeight, rounded_rows
+from llm_service.layers.linear.layout import quantized
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight, StackedWeight, rounded_rows
 from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch
 from tests.random_weights import random_weight
 from tests.tiles import WAYS, multiply_by

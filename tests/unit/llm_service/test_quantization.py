@@ -7,9 +7,9 @@ import torch
 
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
 from llm_service.layers.gpu.quantized_weight import GpuWeight
-from llm_service.layers.linear import PackedLinear
-from llm_service.layers.quantized_weight import QuantizedWeight
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.quantized_weight import QuantizedWeight
+from llm_service.layers.linear.weight_dtype import Rounded
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -16,8 +16,9 @@ from torch import Tensor
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.layers.cpu import selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
-from llm_service.layers.linear import StoredStack, quantized
-from llm_service.layers.quantized_weight import QuantizedWeight, StackedWeight
+from llm_service.layers.linear.layout import quantized
+from llm_service.layers.linear.placement import StoredStack
+from llm_service.layers.linear.quantized_weight import QuantizedWeight, StackedWeight
 from llm_service.model_config.stated_quantization import cache_type_of
 from llm_service.models.quantization_config import Scheme, quantization_of
 from llm_service.models.quantized import load_weights
@@ -155,7 +156,7 @@ def test_a_processor_without_fused_vectors_has_no_panels(monkeypatch: pytest.Mon
 
 
 def test_a_long_product_goes_over_all_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("llm_service.layers.quantized_weight._AT_ONCE", 7 * INPUTS)
+    monkeypatch.setattr("llm_service.layers.linear.quantized_weight._AT_ONCE", 7 * INPUTS)
     config, tensors, wide = made("awq")
     ((_, read),) = load_weights(write(tmp_path / "model", config, tensors), lambda name: name)
     x = torch.randn(5, INPUTS)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.gpu import launch
 from llm_service.layers.gpu import quantized_weight as module
 from llm_service.layers.gpu.quantized_weight import GpuWeight, launch_for
-from llm_service.layers.group import ALONE
-from llm_service.layers.linear import PackedLinear
-from llm_service.layers.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
+from llm_service.layers.moe.experts import Experts
+from llm_service.layers.moe.sparse_mlp import SparseMLP
+from llm_service.layers.tensor_parallel import ALONE
 from tests.random_weights import experts, random_weight
 from tests.unit.llm_service.test_quantized import quantised
 

@@ -11,9 +11,10 @@ import torch
 
 from llm_service.layers.cpu import quantized_kernel, quantized_pairs, quantized_tiles, selection
 from llm_service.layers.cpu.quantized_panels import QuantizedPanels
-from llm_service.layers.linear import PackedLinear, quantized
-from llm_service.layers.quantized_weight import QuantizedWeight
-from llm_service.layers.weight_dtype import Rounded
+from llm_service.layers.linear.layout import quantized
+from llm_service.layers.linear.parallel import PackedLinear
+from llm_service.layers.linear.quantized_weight import QuantizedWeight
+from llm_service.layers.linear.weight_dtype import Rounded
 from tests.quantized import FORMATS, Format, awq, fp8, gptq
 from tests.tiles import WAYS, multiply_by
 from tests.unit.llm_service.test_quantized import INPUTS, OUTPUTS, quantised, quantised_by

@@ -15,16 +15,16 @@ from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import IndexedCache, Segment, StateCache, cache_shapes
+from llm_service.layers.embeddings.ngrams import Ngrams
 from llm_service.layers.gated_delta_net import GatedDeltaNet
 from llm_service.layers.gdn.torch_backend import TorchBackend as TorchDeltas
-from llm_service.layers.group import ALONE, TensorGroup
-from llm_service.layers.hyper_connections import StreamMix
 from llm_service.layers.mixer import Rotary
-from llm_service.layers.ngrams import Ngrams
-from llm_service.layers.ops import MultimodalRotary
+from llm_service.layers.residual.hyper_connections import StreamMix
+from llm_service.layers.rotary.multimodal import MultimodalRotary
 from llm_service.layers.sparse_attention import stretch_batches
 from llm_service.layers.sparse_attention.stretch_attention import StretchSparseAttention
 from llm_service.layers.sparse_attention.stretch_batches import StretchBatch
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
 from llm_service.models.mtp import load_mtp

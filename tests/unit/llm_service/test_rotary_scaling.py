@@ -10,8 +10,8 @@ import torch
 from common.checkpoints.checkpoint import CheckpointError
 from common.hf.classes import transformers
 from llm_service.families.family import FAR
-from llm_service.layers.ops import MultimodalRotary
-from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.rotary.multimodal import MultimodalRotary
+from llm_service.layers.rotary.tables import rotary_of
 from llm_service.model_config.rotary import RotaryScaling
 from llm_service.model_config.text import TextConfig
 

@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("triton")
 
 from llm_service.layers.cpu import layer
-from llm_service.layers.experts import Experts, SparseMLP
 from llm_service.layers.gpu import row_ops as rows_gpu
+from llm_service.layers.moe.experts import Experts
+from llm_service.layers.moe.sparse_mlp import SparseMLP
 from testkit.checkpoints import Family
 from tests import kernel_layout, row_cases
 

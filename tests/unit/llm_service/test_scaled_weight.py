@@ -16,7 +16,7 @@ from llm_service.layers.gpu import quantized_weight as module
 from llm_service.layers.gpu import scaled_weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
-from llm_service.layers.quantized_weight import GroupedWeight, Number, QuantizedWeight
+from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight
 from llm_service.models.quantization_config import Scheme
 from tests import kernel_layout
 from tests.random_weights import random_weight

@@ -15,14 +15,14 @@ from llm_service.layers.attention import general_backend
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import IndexedCache, IndexedKV, block_bytes
-from llm_service.layers.experts import GroupedRouter
 from llm_service.layers.gpu.index_kernels import score_tokens
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.mixer import HandedOn
 from llm_service.layers.mla.sparse import SparseLatentAttention
-from llm_service.layers.rotaries import rotary_of
+from llm_service.layers.moe.routers import GroupedRouter
+from llm_service.layers.rotary.tables import rotary_of
 from llm_service.layers.sparse_attention import token_decodes
 from llm_service.layers.sparse_attention.token_decodes import ScoreTokens, score_by_torch
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.experts import GroupedExperts
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory

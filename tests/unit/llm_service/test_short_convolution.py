@@ -10,8 +10,8 @@ from torch import nn
 
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.group import ALONE, TensorGroup
 from llm_service.layers.short_convolution import ShortConvolution
+from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets
 from testkit import reference  # noqa: F401 - makes transformers importable beside a CPU torch

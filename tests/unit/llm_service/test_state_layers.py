@@ -28,7 +28,7 @@ from llm_service.layers.cache_spec import (
     block_bytes,
     slot_bytes,
 )
-from llm_service.layers.group import ALONE
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
 from llm_service.plan import Chunk, Draw, StepPlan

@@ -11,8 +11,9 @@ from torch import nn
 
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.decoder_layer import DecoderLayer
-from llm_service.layers.group import ALONE
-from llm_service.layers.ops import LayerNorm, MultimodalRotary, Unnormed
+from llm_service.layers.norms import LayerNorm, Unnormed
+from llm_service.layers.rotary.multimodal import MultimodalRotary
+from llm_service.layers.tensor_parallel import ALONE
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 

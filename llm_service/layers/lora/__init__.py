@@ -1,0 +1,1 @@
+"""LoRA: what adapters add to the rows of linear layers."""
