@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -53,12 +53,12 @@ class ChatAnswers:
         context: RequestContext,
         names: Mapping[str, str],
         *,
-        streams: bool,
+        streams: bool | Container[str],
         prompt_logprobs: CollectedLogprobs | None = None,
     ) -> AsyncGenerator[ChatEvent]:
         """The events of the answer to a chat, from which this request was made; `streams`: calls are reported before
-        they are complete. `names` maps fields at fault to those that the caller knows. `prompt_logprobs` are filled
-        before the first event. Raises TwinlensError."""
+        they are complete, or only those of functions that it names. `names` maps fields at fault to those that the
+        caller knows. `prompt_logprobs` are filled before the first event. Raises TwinlensError."""
         parser = partial(
             OutputParser,
             tool_format(body, self._services.about(self._services.name(body.model))),

@@ -7,6 +7,7 @@ the model wrote it; a stream may have reported its beginning before.
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -66,7 +67,7 @@ class OutputParser:
     """Parses one choice. `functions` are the schemas of the callable functions, by name; `single` allows one call only;
     `constrained`: the answer has a form, which leaves no room for reasoning except that which the prompt has begun, or
     for which the form has its mark in `form_text`; `calls_or_form`: it has its form, or is calls; `streams`: calls are
-    reported before they are complete."""
+    reported before they are complete, or only those of functions that it names."""
 
     def __init__(
         self,
@@ -77,11 +78,12 @@ class OutputParser:
         constrained: bool = False,
         form_text: str = "",
         calls_or_form: bool = False,
-        streams: bool = False,
+        streams: bool | Container[str] = False,
     ) -> None:
         self._parser = TOOL_PARSERS.get(tools)
         self._functions = functions
-        self._single, self._streams = single, streams
+        self._single = single
+        self._streamed = _named(functions, streams)
         self._mark = "" if self._parser is None else (self._parser.section or (self._parser.begin,))[0]
         words = self._call if self._parser and not self._mark else self._words
         if calls_or_form and self._mark:
@@ -318,8 +320,8 @@ class OutputParser:
         """After the mark of a call, or an answer that is a call as a whole."""
         assert self._parser is not None
         self._reader = self._reader or self._parser.reader(self._functions)
-        if self._streams and not (self._single and self.calls):
-            self._begun = self._begun or BegunCall(self._parser.heads, self._functions)
+        if self._streamed and not (self._single and self.calls):
+            self._begun = self._begun or BegunCall(self._parser.heads, self._streamed)
             self._tell(out, self._begun)
         read = self._reader.read(self._held, last=last)
         if read is None:
@@ -370,7 +372,7 @@ class OutputParser:
 
     def _arguments(self, out: list[Piece], *, last: bool) -> bool:
         """The answer is a call's arguments; arguments ended by a stop text are text."""
-        if not last and not self._streams:
+        if not last and not self._streamed:
             return False
         self._told.append(self._held)
         is_whole = last and isinstance(parsed("".join(self._told)), dict)
@@ -380,13 +382,20 @@ class OutputParser:
             out.append(CallStart(next(iter(self._functions))))
         if self._held and self.calls:
             out.append(ArgumentsDelta(self._held))
-        if last and self._streams and not is_whole:
+        if last and self._streamed and not is_whole:
             out += [CallLeftOpen()] * self.calls
         if not is_call:
             _add(out, TextDelta("".join(self._told)))
             self.calls = 0
         self._held = ""
         return False
+
+
+def _named(functions: Functions, streams: bool | Container[str]) -> Functions:
+    """The functions whose calls are reported before they are complete."""
+    if isinstance(streams, bool):
+        return functions if streams else {}
+    return {name: schema for name, schema in functions.items() if name in streams}
 
 
 def _add(out: list[Piece], piece: TextDelta | ReasoningDelta) -> None:

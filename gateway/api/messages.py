@@ -46,10 +46,11 @@ class Messages:
         body, places = await context.made(as_chat, asked)
         name, stream = self._services.name(asked.model), bool(asked.stream)
         fills = partial(self._services.fills_a_context, model=name)
-        answer = Answer(context.id, name, asked.max_tokens, fills)
+        eager = asked.eager_tools(request.headers.get("anthropic-beta", "")) if stream else frozenset()
+        answer = Answer(context.id, name, asked.max_tokens, fills, eager)
         try:
             message = await context.made(conversation.chat_request, body, context.id)
-            generation = await self._chats.begin(body, message, context, places_of(body), streams=stream)
+            generation = await self._chats.begin(body, message, context, places_of(body), streams=eager)
         except TwinlensError as error:
             raise places.named(error) from None
         del message, body, asked

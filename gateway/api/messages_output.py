@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,6 +23,12 @@ _DELTAS: Final = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 """Of each kind of block: the kind of its deltas, and their field."""
+
+
+_BEGIN: Final = re.compile(r"\s*\{\s*")
+_KEY: Final = re.compile(r'\s*"(?:[^"\\]|\\.)*"\s*:\s*')
+_BEHIND: Final = re.compile(r"\s*([,}])")
+_DECODER: Final = json.JSONDecoder(strict=False)
 
 
 @dataclass(slots=True)
@@ -44,12 +52,20 @@ class _Block:
 
 class Answer:
     """The output so far, as blocks of a message, and the events of a stream. `fills` says whether so many tokens, of
-    prompt and answer, fill a context."""
+    prompt and answer, fill a context. Arguments of `eager` tools come in pieces, those of others when they end."""
 
-    def __init__(self, request_id: str, model: str, max_tokens: int, fills: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        max_tokens: int,
+        fills: Callable[[int], bool],
+        eager: Container[str] = frozenset(),
+    ) -> None:
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
         self._fills = fills
+        self._eager = eager
         self._blocks: list[_Block] = []
         self._open = ""
         self._calls = 0
@@ -81,7 +97,8 @@ class Answer:
                 case CallStart(name):
                     yield from self._enter("tool_use", id=f"toolu_{uuid.uuid4().hex[:24]}", name=name, input={})
                 case ArgumentsDelta(text):
-                    yield from self._say("tool_use", text)
+                    is_eager = self._blocks[-1].head["name"] in self._eager
+                    yield from self._say("tool_use", text if is_eager else _whole_fields(text))
                 case CallLeftOpen():
                     yield from self._leave()
 
@@ -139,16 +156,40 @@ class Answer:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; where they are cut off, what there is of their fields.
+    """A call's arguments; where they are cut off, the fields that there are.
 
-    >>> _input('{"city": "Rome", "days": [1'), _input("")
-    ({'city': 'Rome', 'days': [1]}, {})
+    >>> _input('{"city": "Rome"'), _input("{"), _input("")
+    ({'city': 'Rome'}, {}, {})
     """
     try:
         given = from_json(arguments, allow_partial=True)
     except ValueError:  # nothing yet, or nested more deeply than an answer can be
         return {}
     return given if isinstance(given, dict) else {}
+
+
+def _whole_fields(arguments: str) -> str:
+    """Arguments as they are, or, where they are cut off, up to the last complete field.
+
+    >>> _whole_fields('{"city": "Rome", "days": [1'), _whole_fields('{"a": {"b": 1}, "c": 1'), _whole_fields('{"a": "')
+    ('{"city": "Rome"', '{"a": {"b": 1}', '{')
+    >>> _whole_fields('{"a": 1} ')
+    '{"a": 1} '
+    """
+    begin = _BEGIN.match(arguments)
+    end = at = begin.end() if begin else 0
+    while key := _KEY.match(arguments, at):
+        try:
+            _, at = _DECODER.raw_decode(arguments, key.end())
+        except (ValueError, RecursionError):
+            return arguments[:end]
+        behind = _BEHIND.match(arguments, at)
+        if behind is None:
+            return arguments[: end if arguments[at - 1].isdigit() else at]  # a number may go on
+        if behind[1] == "}":
+            return arguments
+        end, at = at, behind.end()
+    return arguments if begin and arguments[at:].strip() == "}" else arguments[:end]
 
 
 def _usage(counted: llm_pb2.Usage) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from gateway.api.fields import Count, Int, Model, Texts, kind_of, text_or_list
 
+_EAGER = "fine-grained-tool-streaming-2025-05-14"
 _KEEPS_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
@@ -131,7 +132,8 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class CustomTool(Block):
-    """A function that the model may call. How finely its input is streamed is for the model's form of calls to say."""
+    """A function that the model may call. Its input is streamed as it is made if `eager_input_streaming` is true, or if
+    that is left out and the header says so."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_callers": (["direct"],),
@@ -250,3 +252,9 @@ class MessagesRequest(CountRequest):
     metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     priority: Int | None = None
     max_handovers: Count | None = None
+
+    def eager_tools(self, betas: str) -> frozenset[str]:
+        """Tools whose input is streamed before it is complete; `betas` is the header `anthropic-beta`."""
+        by_default = _EAGER in map(str.strip, betas.split(","))
+        given = {tool.name: tool.eager_input_streaming for tool in self.tools or ()}
+        return frozenset(name for name, eager in given.items() if (by_default if eager is None else eager))

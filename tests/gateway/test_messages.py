@@ -32,6 +32,8 @@ PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Any = {"name": "weather", "description": "The weather", "input_schema": PARAMETERS, "strict": True}
+EAGER: Any = {**TOOL, "eager_input_streaming": True}
+FINE = {"anthropic-beta": "some-2025-01-01, fine-grained-tool-streaming-2025-05-14"}
 OTHER: Any = {"name": "time", "input_schema": {"type": "object"}}
 ASK: Any = {"model": "demo", "max_tokens": 99, "messages": [said("Rome?")]}
 LOOK: Any = {
@@ -163,10 +165,12 @@ def test_a_stream_tells_the_same_in_order(client: anthropic.Anthropic) -> None:
     assert (final.stop_reason, final.usage) == (whole.stop_reason, whole.usage)
 
 
-def test_a_call_is_told_as_it_is_made_and_its_pieces_are_the_whole_answers(client: anthropic.Anthropic) -> None:
+def test_a_call_of_an_eager_tool_is_told_as_it_is_made_and_its_pieces_are_the_whole_answers(
+    client: anthropic.Anthropic,
+) -> None:
     whole = client.messages.create(**ASK, tools=[TOOL])
     pieces: dict[int, list[str]] = {}
-    for each in client.messages.create(**ASK, tools=[TOOL], stream=True):
+    for each in client.messages.create(**ASK, tools=[EAGER], stream=True):
         if each.type == "content_block_delta" and each.delta.type == "input_json_delta":
             pieces.setdefault(each.index, []).append(each.delta.partial_json)
     calls = {index: block for index, block in enumerate(whole.content) if block.type == "tool_use"}
@@ -174,7 +178,7 @@ def test_a_call_is_told_as_it_is_made_and_its_pieces_are_the_whole_answers(clien
         index: block.input for index, block in calls.items()
     }
     assert all(len(told) > 3 for told in pieces.values()), "they come as the model writes them"
-    with client.messages.stream(**ASK, tools=[TOOL]) as stream:
+    with client.messages.stream(**ASK, tools=[EAGER]) as stream:
         snapshots = [each.snapshot for each in stream if each.type == "input_json"]
     assert snapshots[0] == {}
     assert snapshots[-1] == {"city": "Rome"}
@@ -185,7 +189,7 @@ def test_a_call_is_told_as_it_is_made_and_its_pieces_are_the_whole_answers(clien
     [(v1.FINISH_REASON_LENGTH, "max_tokens"), (v1.FINISH_REASON_STOP, "end_turn")],
     ids=["cut", "broken"],
 )
-def test_a_call_that_a_stream_has_begun_and_that_never_ends_is_not_why_it_stops(
+def test_a_call_that_never_ends_is_words_and_not_why_it_stops(
     script: Scripted, client: anthropic.Anthropic, reason: v1.FinishReason, ending: str
 ) -> None:
     text = 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city":"Ro'
@@ -194,6 +198,10 @@ def test_a_call_that_a_stream_has_begun_and_that_never_ends_is_not_why_it_stops(
     (words,) = client.messages.create(**fields).content
     assert words.text == text  # type: ignore[union-attr]
     with client.messages.stream(**fields) as stream:
+        final = stream.get_final_message()
+    assert [block.text for block in final.content] == [text]  # type: ignore[union-attr]
+    assert final.stop_reason == ending
+    with client.messages.stream(**{**fields, "tools": [EAGER]}) as stream:
         final = stream.get_final_message()
     before, call, behind = final.content
     assert (call.type, call.name) == ("tool_use", "weather")  # type: ignore[union-attr]
@@ -311,16 +319,74 @@ def test_a_choice_of_tools_is_the_chats(
     assert request.sampling.HasField("json_schema") == (choice["type"] in ("any", "tool"))
 
 
-def test_an_input_that_is_cut_off_has_what_there_is(script: Scripted, client: anthropic.Anthropic) -> None:
-    says(script, '{"city": "Rome", "days": [1, 2', v1.FINISH_REASON_LENGTH)
-    fields: Any = {**ASK, "max_tokens": 10, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}
+def pieces_of(client: anthropic.Anthropic, **fields: Any) -> list[str]:
+    """Of the input of calls, as a stream brings them."""
+    return [
+        each.delta.partial_json
+        for each in client.messages.create(**ASK, stream=True, **fields)
+        if each.type == "content_block_delta" and each.delta.type == "input_json_delta"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("eager", "headers", "whole"),
+    [(None, {}, True), (False, FINE, True), (True, {}, False), (None, FINE, False)],
+)
+def test_input_is_streamed_when_it_is_complete_unless_eager_streaming_is_asked_for(
+    client: anthropic.Anthropic, eager: bool | None, headers: dict[str, str], whole: bool
+) -> None:
+    tool = {**TOOL, "eager_input_streaming": eager}
+    pieces = pieces_of(client, tools=[tool], extra_headers=headers)
+    assert [json.loads(piece) for piece in pieces] == [{"city": "Rome"}] * 2 if whole else len(pieces) > 6
+
+
+def test_only_the_input_of_eager_tools_is_streamed_before_it_is_complete(
+    script: Scripted, client: anthropic.Anthropic
+) -> None:
+    calls = [
+        f'<tool_call>{{"name": "{name}", "arguments": {{"city": "Rome"}}}}</tool_call>' for name in ("weather", "time")
+    ]
+    says(script, "".join(calls))
+    assert pieces_of(client, tools=[TOOL, {**OTHER, "eager_input_streaming": True}])[0] == '{"city": "Rome"}'
+    says(script, "".join(reversed(calls)))
+    assert pieces_of(client, tools=[TOOL, {**OTHER, "eager_input_streaming": True}])[-1] == '{"city": "Rome"}'
+    assert len(pieces_of(client, tools=[TOOL, {**OTHER, "eager_input_streaming": True}])) > 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "there"),
+    [
+        ('{"city": "Rome", "days": [1, 2', {"city": "Rome"}),
+        ('{"city": "Rome", "path": "/tm', {"city": "Rome"}),
+        ('{"city": "Ro', {}),
+        ('{"city": "Rome"', {"city": "Rome"}),
+        ('{"city": "Rome", "days": 1', {"city": "Rome"}),
+        ('{"near": {"a": 1}, ', {"near": {"a": 1}}),
+    ],
+)
+def test_a_call_that_had_to_be_made_and_is_cut_off_has_its_complete_fields(
+    script: Scripted, client: anthropic.Anthropic, arguments: str, there: dict[str, Any]
+) -> None:
+    says(script, arguments, v1.FINISH_REASON_LENGTH)
+    forced: Any = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}
+    fields: Any = {**ASK, "max_tokens": -(-len(arguments) // 3), **forced}
     message = client.messages.create(**fields)
-    assert message.stop_reason == "max_tokens"
+    with client.messages.stream(**fields) as stream:
+        streamed = stream.get_final_message()
+    for each in (message, streamed):
+        (call,) = each.content
+        assert (each.stop_reason, call.type, call.name) == ("max_tokens", "tool_use", "weather")  # type: ignore[union-attr]
+        assert call.input == there  # type: ignore[union-attr]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads("".join(pieces_of(client, **forced)))
+
+
+def test_eager_input_that_is_cut_off_has_what_there_is(script: Scripted, client: anthropic.Anthropic) -> None:
+    says(script, '{"city": "Rome", "days": [1, 2', v1.FINISH_REASON_LENGTH)
+    fields: Any = {**ASK, "max_tokens": 10, "tools": [EAGER], "tool_choice": {"type": "tool", "name": "weather"}}
     with client.messages.stream(**fields) as stream:
         (streamed,) = stream.get_final_message().content
-    (call,) = message.content
-    assert call.input == streamed.input  # type: ignore[union-attr]
-    assert call.input["city"] == "Rome"  # type: ignore[union-attr]
+    assert streamed.input == {"city": "Rome", "days": [1, 2]}  # type: ignore[union-attr]
 
 
 def test_why_an_answer_ended(script: Scripted, client: anthropic.Anthropic) -> None:

@@ -59,7 +59,7 @@ def response(text: str, form: ToolFormat, size: int, *, streams: bool) -> tuple[
 
 def message(text: str, form: ToolFormat, size: int, *, streams: bool) -> tuple[Said, Said]:
     """What the events of a message tell, and what its blocks are at its end."""
-    answer = messages_output.Answer("id", "demo", 99, lambda _: False)
+    answer = messages_output.Answer("id", "demo", 99, lambda _: False, FUNCTIONS if streams else ())
     events = [each for said in answer_of(text, form, size, streams=streams) for each in answer.add(said)]
     told: list[list[str]] = []
     for each in events:
