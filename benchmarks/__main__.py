@@ -1,11 +1,11 @@
-"""`python -m benchmarks`: one photograph and a question, here and through transformers and vLLM, in one run.
+"""`python -m benchmarks`: one photograph and a question, through Twinlens, transformers and vLLM, in one run.
 
-All get the same random checkpoint of about 250 M parameters, the same cores and the very same questions, one engine
-after the other; with `--starts` several times in turns, since what memory a process gets is decided when it starts.
-Every start has pictures and texts that nobody has seen, in every row, warm-up and round, but for the rows that are
-called *repeated*. A second table has what each engine's caches gave meanwhile; where a cache had something that should
-be new, the run fails. vLLM is measured where `--vllm` names its program, in an environment of its own, and is left out
-by name where that does not run. A ratio (ours to the peer's) below 1 for times, above 1 for rates, is in our favour.
+All get the same random checkpoint of about 250 M parameters, the same cores and the same questions, one engine after
+the other; with `--starts` several times in turns, since a process gets its memory layout when it starts. Every row,
+warm-up and round has new pictures and texts, except rows called *repeated*. A second table shows each engine's cache
+hits; if new content was in a cache, the run fails. vLLM is measured if `--vllm` names its program, in a separate
+environment; if it does not run, the benchmark says so. Ratios (ours to the peer's) below 1 for times, and above 1 for
+rates, favour Twinlens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.adapters`: time per token of answers in one batch, each with its own LoRA adapter, and none.
+"""`python -m benchmarks.adapters`: time per token of a batch of answers, with a LoRA adapter for each, and without.
 
-One LLM service, without an encoder, over the random checkpoint of 250 M parameters, or another. Rounds take turns:
-so many answers at once without an adapter, then as many of which each has another one, stored in float32, then in
-bfloat16. Adapters are of random numbers, for every matrix of the decoder that can have one. Every prompt is new and
-random; the run fails where the prefix cache knew some of it. A ratio of 1 says that adapters cost nothing.
+One LLM service, without an encoder, with the random checkpoint of 250 M parameters or another. Rounds take turns:
+several answers at once without adapters, then each with its own adapter stored in float32, then in bfloat16. Adapters
+have random numbers, for every matrix of the decoder that supports one. Every prompt is new and random; the run fails
+if the prefix cache had any of it. A ratio of 1 means that adapters cost nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.attention`: a prefill chunk's attention on a CPU, by torch's operator and by our kernel.
+"""`python -m benchmarks.attention`: attention of a prefill chunk on a CPU, by torch's operator and by our kernel.
 
-They take turns; the least of each is shown. Heads are as in the checkpoint of the other benchmarks: 16 for queries, 8
-for keys, of 128 numbers each, in float32 or, with `--dtype bfloat16`, in bfloat16. Both get the same random numbers,
-*repeated* in every round, as they are warm behind the products that made them in a real step; there is no cache of
-content, and there are no hits to count. With `--softcap` scores are drawn below a cap, which torch's operator does not
-know: its products do it.
+They take turns; the shortest time of each is shown. There are 16 query heads and 8 KV heads of 128, as in the other
+benchmarks' checkpoint, in float32 or, with `--dtype bfloat16`, in bfloat16. Both get the same random numbers,
+*repeated* in every round, since a real step's inputs are in the processor's cache too; there is no cache of content,
+so there are no hits to count. With `--softcap` scores are capped; torch's operator does not support that, so its
+products are used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.attention_device`: attention of one layer over a paged cache, on a GPU, by each back end.
+"""`python -m benchmarks.attention_device`: attention of one layer over a paged cache on a GPU, by each back end.
 
-32 query heads and 8 key heads of 128, as in Qwen3-VL-8B, or with `--latents` 64 query heads over latents of 512 numbers
-and rotated keys of 64, as in Kimi K2.5. Decoding is held to a copy: *of a copy* is the rate at which
-keys and values are read, by the rate of a copy here. Prefills are held to the data sheet's arithmetic. What is timed is
-a graph of several layers over one batch, so that launches do not count; the batch is *repeated*, over a cache full of
-noise. There are no caches of results, so there are no hits to count; the back ends are each other's peers.
+32 query heads and 8 KV heads of 128, as in Qwen3-VL-8B, or with `--latents` 64 query heads over latents of 512 numbers
+and rotated keys of 64, as in Kimi K2.5. *Of a copy* is the rate at which decoding reads keys and values, relative to a
+copy on this device. Prefills are compared with the data sheet's arithmetic. A graph of several layers over one batch
+is timed, so launches do not count; the batch is *repeated*, over a cache of random numbers. Results are not cached, so
+there are no hits to count; the back ends are each other's peers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Random checkpoints of about 250 M parameters in the formats of Qwen3-VL, Qwen3.5 and InternVL, for timing: what they
-say means nothing."""
+"""Random checkpoints of about 250 M parameters in the formats of Qwen3-VL, Qwen3.5 and InternVL, for timing only."""
 
 from __future__ import annotations
 

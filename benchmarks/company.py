@@ -1,13 +1,13 @@
-"""`python -m benchmarks.company`: what requests do to each other on the same cores, beside transformers, in turns.
+"""`python -m benchmarks.company`: how requests affect each other on the same cores, compared with transformers in
+turns.
 
-Three things in each round: a new picture's first token while nothing else is asked; several new pictures asked about at
-once, in transformers as one batch; and an answer that is being written when others come with new pictures. transformers
-does one call after the other, so the last has no peer: its peer is the same answer's pace before they came.
+Each round measures the first token of a new picture on an idle system; several new pictures at once, in transformers
+as one batch; and a running answer when requests with new pictures arrive. transformers runs one call after the other,
+so the last has no peer: it is compared with the same answer's pace before.
 
-Each question and each picture is new, and goes to both as the same file; the run fails where a cache of the services
-knew one. A picture is *encoded* at the end of its `encoder_vit` stage, as the service tells its caller; at the first
-token, where the answer ends before the encoder has told that. A pace counts the answer's tokens that came within a
-span, and is the span over their number.
+Each question and picture is new, and both get the same file; the run fails if a cache of the services had one. A
+picture is *encoded* at the end of its `encoder_vit` stage, as the service reports it; or at the first token, if the
+answer ends before that report. A pace is a time span divided by the answer's tokens within it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`python -m benchmarks.decode`: one step of decoding, here and through transformers, by the number of sequences.
+"""`python -m benchmarks.decode`: one decoding step by our decoder and by transformers, by the number of sequences.
 
-Measured as the CPU time of one thread, the least of several steps, so that the figures hold on a machine that is busy
-with other things; what two threads gain, and what two programs take from each other, is left to `python -m benchmarks`.
-Each sequence has a context of its own, of random tokens, the same ones on both sides. A step is *repeated* over the
-same context: nothing below the services remembers tokens, so there are no hits to count, and a step's weights alone,
-about a gigabyte, push everything else out of the processor's caches. With `--adapter-rank` also steps in which each
-sequence has a LoRA adapter of its own, stored in float32 or in bfloat16, in turns with steps without. With `--drafts`
-steps of one sequence that verify none to so many drafts, in turns: what a token of a copied answer takes follows.
+The figure is the CPU time of one thread, the shortest of several steps, so it holds on a busy machine; `python -m
+benchmarks` shows the effect of two threads and of other programs. Each sequence has its own context of random tokens,
+the same on both sides. A step is *repeated* over the same context: nothing below the services caches tokens, so there
+are no hits to count, and a step's weights, about a gigabyte, evict everything else from the processor's caches. With
+`--adapter-rank`, steps in which each sequence has its own LoRA adapter, stored in float32 or bfloat16, alternate with
+steps without. With `--drafts`, steps of one sequence verify from none up to that many drafts, in turns, which gives
+the time of a copied token.
 """
 
 from __future__ import annotations

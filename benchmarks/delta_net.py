@@ -1,9 +1,9 @@
-"""`python -m benchmarks.delta_net`: a gated delta net between its projections on a CPU, by transformers and by us.
+"""`python -m benchmarks.delta_net`: a gated delta net without its projections on a CPU, by transformers and by us.
 
-Shapes are those of Qwen3.5: 16 key heads of 128, and 16 value heads (0.8B, 2B) or 32 (4B, 9B). *step* is a token of
-each sequence, which transformers computes as a batch; *prefill* 512 tokens of one. They take turns; the least CPU time
-of each on one thread is shown, and beside it the bytes of states that are read and written. All get the same random
-numbers, *repeated* in every round; there is no cache of content, and there are no hits to count.
+Shapes are Qwen3.5's: 16 key heads of 128, and 16 value heads (0.8B, 2B) or 32 (4B, 9B). *step* is a token of each
+sequence, which transformers computes as a batch; *prefill* is 512 tokens of one. They take turns; the shortest CPU
+time of each on one thread is shown, with the bytes of states that are read and written. All get the same random
+numbers, *repeated* in every round; there is no cache of content, so there are no hits to count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.device`: what this device could do at best: by its data sheet, and as it copies and multiplies
-here. It is what other benchmarks of devices have in common, as well: options, timing, and a file of their rows.
+"""`python -m benchmarks.device`: the limits of this device, by its data sheet and by measured copies and products.
+Also what device benchmarks share: options, timing, and a file of their rows.
 
-Both are *repeated* over the same numbers; there are no caches, and the data sheet stands for a peer.
+Both are *repeated* over the same numbers; there are no caches, and the data sheet is the peer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.early_prefill`: time to the first token of a request with several new pictures, when prefill
-begins with the first rows that land and when it waits for all.
+"""`python -m benchmarks.early_prefill`: time to the first token of a request with several new pictures, if prefill
+starts with the first rows and if it waits for all.
 
-One encoder that packs one picture into a pass, and two LLM services that take turns; each process has one thread, so
-that encoding and prefill do not compete on two cores. Every request, of each service and in each repetition, has new
-pictures and a new text; the run fails where a cache knew one. No peer does this with an encoder of its own, so the
-other way is the only one to compare with.
+One encoder that packs one picture into a pass, and two LLM services that take turns. Each process has one thread, so
+encoding and prefill do not compete on two cores. Every request has new pictures and a new text, in each service and
+repetition; the run fails if a cache had one. No peer has this with a separate encoder, so the two ways are compared
+with each other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`python -m benchmarks.encoder`: pictures through the encoder service, by size and number of workers.
 
-transformers' image processor and vision tower, and our tower's bare forward pass, run in turns with the service, on the
-same checkpoint, pictures and threads; of several pictures at a time, transformers gets each group as one batch. All
-pictures are new, those that warm up as well, but for those that are called *repeated*: the new ones of the line, once
-more. The service's hits are shown; where a new picture was one, the run fails. A ratio below 1 is in our favour.
+transformers' image processor and vision tower, and the bare forward pass of our tower, take turns with the service,
+with the same checkpoint, pictures and threads; transformers gets each group of pictures as one batch. All pictures are
+new, including those for warm-up, except the *repeated* ones: the line's new ones, once more. The service's cache hits
+are shown; if a new picture was one, the run fails. A ratio below 1 favours Twinlens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""What the encoder is compared with, in a process of its own: `python -m benchmarks.encoder_peers MODEL THREADS`.
+"""The encoder's peers, in a separate process: `python -m benchmarks.encoder_peers MODEL THREADS`.
 
 Each line on standard input, `PEER SIDE MARK …`, is answered by a JSON object of seconds by stage. The peers take turns
-with the service, so that what else the machine does falls on all alike, and make the very same files from the marks.
-They remember nothing.
+with the service, so that other load affects all alike, and make the same files from the marks. They cache nothing.
 
 - `transformers`: a JPEG file through Pillow, transformers' image processor and its vision tower;
 - `batch`: several files in the same way, as one batch;
-- `bare`: our tower alone, on patches that are there already.
+- `bare`: our tower alone, on ready patches.
 """
 
 from __future__ import annotations

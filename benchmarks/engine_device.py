@@ -1,10 +1,10 @@
-"""`python -m benchmarks.engine_device`: the engine as a whole on a GPU: scheduler, step queue, decoder, sampler.
+"""`python -m benchmarks.engine_device`: the whole engine on a GPU: scheduler, step queue, decoder, sampler.
 
-Sequences decode side by side behind prompts of random tokens, by two ways of choosing: greedy, and as models' own
-settings ask for it (temperature 0.7, top-p 0.8, top-k 20). The decoder has the shape of Qwen3-VL-8B and random weights.
-A step takes what a caller waits for a token; *graph alone* is the replay of the same batch, so that the rest is what
-deciding, launching and sampling cost. Prompts are new in every row, the prefix cache is asked for each, its hits are
-shown, and one of them ends the run. A peer's engine is measured with its services: `python -m benchmarks`.
+Sequences decode together after prompts of random tokens, greedily and with the usual sampling settings (temperature
+0.7, top-p 0.8, top-k 20). The decoder has Qwen3-VL-8B's shape and random weights. A step's time is what a caller waits
+for a token; *graph alone* is the replay of the same batch, so the rest is the cost of planning, launching and
+sampling. Prompts are new in every row. The prefix cache is queried for each, its hits are shown, and a hit ends the
+run. A peer's engine is measured with its services: `python -m benchmarks`.
 """
 
 from __future__ import annotations

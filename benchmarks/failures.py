@@ -1,13 +1,12 @@
-"""`python -m benchmarks.failures [MODEL]`: what callers notice of an encoder that dies or stands still.
+"""`python -m benchmarks.failures [MODEL]`: what callers notice of an encoder that dies or stops.
 
-Two encoders and an LLM service that remembers no prompts, under a steady load of requests. So that answers can be
-compared, they repeat eight pictures and one question, but no cache knows it: the prefix cache is off, and each file
-says another mark, which makes it new to whatever remembers rows by their file. What caches gave all the same is shown;
-the encoders' may have an item once for each stream that broke and was opened anew, and where there is more, or the LLM
-service knew anything, the run fails. There is no peer that does without its encoder. One of the encoders is killed and
-started again, then stopped (SIGSTOP) and continued, in turns. A request is *affected* when it was under way at that
-moment; it is *late* by what it took beyond the median of the same question undisturbed. *Noticed* is when the LLM
-service sends that encoder nothing more, *back* when it does again: after the encoder's ready line, or after SIGCONT.
+Two encoders, and an LLM service without a prefix cache, get a steady load of requests. They repeat eight pictures and
+one question, so that answers can be compared, but no cache knows them: each file has another mark. Cache hits are
+shown. The encoders may have one for each stream that broke and was reopened; any other hit, or one in the LLM service,
+ends the run. There is no peer that works without its encoder. One of the encoders is killed and restarted, then
+stopped (SIGSTOP) and continued, in turns. A request is *affected* if it was in flight at that moment, and *late* by
+its time beyond the median of the same undisturbed question. *Noticed* is when the LLM service sends that encoder
+nothing more, *back* when it does again: after the encoder's ready line, or after SIGCONT.
 """
 
 from __future__ import annotations

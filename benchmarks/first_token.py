@@ -1,4 +1,4 @@
-"""A question with an answer of one token, over gRPC: what benchmarks of the time to the first token ask. It measures
+"""A question with an answer of one token, over gRPC, for benchmarks of the time to the first token. It measures
 nothing by itself."""
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""`python -m benchmarks.gateway`: what HTTP costs: the same requests through the gateway and by gRPC, in turns.
+"""`python -m benchmarks.gateway`: the cost of HTTP: the same requests through the gateway and by gRPC, in turns.
 
-An encoder, an LLM service and a gateway run as processes of their own; this process is the caller of both, by gRPC
-over one connection, by HTTP over one for each stream. In each round, so many streams ask one question after the other
-by gRPC and as many through the gateway, and the next round begins with the other way. Streams begin spread over the
-time of an answer, so that the load is steady; or all at once, where the first token waits for the work of all. Every
-question is new: it begins with words that none before had, and the run fails where a prefix cache knew some of it. gRPC
-is what HTTP is compared with, so there is no other peer. With `--engine light`, tokens are hashes in place of a model's
-(testkit/light), so that what surrounds it shows: the machine is full then, and what the gateway computes is missing
-elsewhere. With `--engine paced`, a step sleeps for 30 ms besides, as if a GPU computed it.
+An encoder, an LLM service and a gateway run as separate processes. This process calls both, by gRPC over one
+connection, by HTTP over one for each stream. In each round a number of streams ask one question after the other by
+gRPC, and as many through the gateway; the next round begins with the other way. Streams start spread over the time of
+an answer, for a steady load, or all at once, so that the first token waits for the work of all. Every question is new:
+it begins with new words, and the run fails if a prefix cache had any of it. gRPC is the baseline; there is no other
+peer. With `--engine light`, tokens are hashes instead of a model's (testkit/light), so that the rest shows: the
+machine is then saturated, and the gateway's CPU time is missing elsewhere. With `--engine paced`, a step also sleeps
+for 30 ms, as if a GPU computed it.
 
-A figure is the median of the rounds, with the least and the greatest; beside gRPC, of the differences in one round.
-CPU is what the process computed, in user and in system time, for each token of the answers; that of the LLM service is
-its front's, without its engine's.
+A figure is the median of the rounds, with minimum and maximum; next to gRPC, of the differences within a round. CPU is
+user and system time for each token of the answers; for the LLM service it is its front's, without its engine's.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""`python -m benchmarks.gpu_day PARTS --folder FOLDER`: what is to be found out when a GPU is there for half an hour.
+"""`python -m benchmarks.gpu_day PARTS --folder FOLDER`: what to measure when a GPU is available for half an hour.
 
-1: whether a small model answers there as transformers does, eagerly and from graphs, whether each kernel is right and
-can be captured, ceilings, then decoder, engine and tower. 2: both services with the shape of Qwen3-VL-8B and random
-weights, against transformers in the same run; where time goes, and attention. 3: all tests for GPUs, in several
-processes. 4, with what time is left: long contexts, short weights, experts, pixels, and kernels under
-compute-sanitizer.
-The sections of a part take less than nine minutes together, each has a limit of its own, and begins whatever became of
-those before it; of several parts those are begun for which there is time, so that called again and again nothing is
-waited for. A section's output goes to a file in the folder, rows of benchmarks go to rows.jsonl as well, one by one, so
-that what was reached is kept; a section whose file is there is not run again, and one that failed leaves its words in a
-file that ends in `.failed`, the last of which are shown, and is run again behind those that have not been tried. What
-is new and what is *repeated*, and what caches gave, each benchmark says. `tools/gpu_day.sh` sets up the environment.
+- 1: whether a small model answers as transformers does, eagerly and from graphs; whether each kernel is correct and
+  can be captured; ceilings; then decoder, engine and tower.
+- 2: both services with Qwen3-VL-8B's shape and random weights, against transformers in the same run; a profile, and
+  attention.
+- 3: all tests for GPUs, in several processes.
+- 4, in the remaining time: long contexts, short weights, experts, pixels, and kernels under compute-sanitizer.
+
+The sections of a part take less than nine minutes together. Each has its own time limit, starts whatever the earlier
+ones gave, and starts only if there is time for it; further calls continue. A section's output goes to a file in the
+folder, rows of benchmarks also go to rows.jsonl, one by one, so that partial results are kept. A section with a file
+is not run again. One that failed leaves its output in a file that ends in `.failed`, whose last lines are shown, and
+is run again after those not yet tried. Each benchmark says what is new and what is *repeated*, and shows cache hits.
+`tools/gpu_day.sh` sets up the environment.
 """
 
 from __future__ import annotations

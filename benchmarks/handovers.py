@@ -1,17 +1,16 @@
-"""`python -m benchmarks.handovers`: the pause that callers of a gateway notice when what answers them is killed.
+"""`python -m benchmarks.handovers`: the pause that callers of a gateway notice when the service of their answer is
+killed.
 
-An encoder, LLM services and a gateway run as processes of their own, with an engine whose steps take 30 ms, as if a GPU
-computed them, and whose tokens are hashes in place of a model's. In each round, streams begin at once, and in the
-middle of their answers one of two LLM services is killed; or, with one service alone, its engine, without another in
-reserve and with one (`--spare-engine`). Every answer has to come to its end with all of its tokens, or the run fails;
-that they are the right ones is what tests see to. Every question is new, and the run fails where a prefix cache knew
-some of it. What is killed is started again before the next round; in turns with it, a round in which nothing is killed.
-There is no peer that goes on with an answer.
+An encoder, LLM services and a gateway run as separate processes, with an engine whose steps take 30 ms, as if a GPU
+computed them, and whose tokens are hashes. In each round streams start at once, and in the middle of their answers one
+of two LLM services is killed; or, with a single service, its engine, without a spare engine and with one
+(`--spare-engine`). Every answer must finish with all of its tokens, or the run fails; tests check the tokens
+themselves. Every question is new, and the run fails if a prefix cache had any of it. The killed process is restarted
+before the next round; rounds without a kill alternate. No peer continues an answer.
 
-A *pause* is the longest time between two parts of an answer. Held up are those whose pause is longer than any of an
-undisturbed round; where others use the machine as well, that leaves out some of those that were handed over. What a
-pause should be no longer than is the time to the first token of a new prompt, which stands beside it; where an engine
-has to be started, that comes on top.
+A *pause* is the longest time between two parts of an answer. Answers count as held up if their pause is longer than
+any of an undisturbed round; on a busy machine that misses some that were handed over. The time to the first token of a
+new prompt is shown as the target for a pause; the start of an engine adds to it.
 """
 
 from __future__ import annotations

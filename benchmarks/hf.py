@@ -1,11 +1,10 @@
-"""`python -m benchmarks.hf`: one checkpoint, computed by a family of ours where one is for it, by way of transformers
-with our decoder for the text, and by transformers alone, in one process and in turns: rows, prefill, decoding.
+"""`python -m benchmarks.hf`: one checkpoint, computed by a family of ours if there is one, through transformers with
+our decoder for the text, and by transformers alone, in one process and in turns: rows, prefill, decoding.
 
-Each round has a new picture and a new question, the same both ways; there is no prefix cache, and nothing remembers
-rows, so there are no hits to count. The run fails where rows differ by more than rounding, or a token differs.
+Each round has a new picture and a new question, the same for all; there is no prefix cache, and nothing caches rows,
+so there are no hits to count. The run fails if rows differ by more than rounding, or a token differs.
 
-On a machine that does other things `--cpu-time` counts the processor time of one thread, and shows the least of all
-rounds.
+On a busy machine `--cpu-time` counts the processor time of one thread, and shows the shortest of all rounds.
 """
 
 from __future__ import annotations

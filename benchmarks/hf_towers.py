@@ -1,9 +1,9 @@
-"""`python -m benchmarks.hf_towers`: where the time of transformers' towers goes, which a family of ours could take
-at most: CPU seconds of one thread for a picture, in products of matrices, in attention, and in the rest.
+"""`python -m benchmarks.hf_towers`: where transformers' towers spend time, and what a family of ours could save at
+most: CPU seconds of one thread for a picture, in matrix products, in attention, and in the rest.
 
-Towers have 12 layers of 12 heads of 64 numbers. CPU time, not the clock's: the figures hold on a machine that is busy
-with other things. Kinds take turns; of the rounds that with the least time is shown. Each has new noise, and nothing
-remembers rows, so there are no hits to count. Where a family of ours is for a kind, its pass is timed in turns.
+Towers have 12 layers of 12 heads of 64. CPU time holds on a busy machine. Kinds take turns; the round with the
+shortest time is shown. Each has new noise, and nothing caches rows, so there are no hits to count. If a kind has a
+family of ours, its pass is timed in turns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What caches gave while something was measured, so that a figure can say whether its content was new.
+"""Cache hits during a measurement, which show whether its content was new.
 
-Counters are totals since a service's start; what is shown is the difference around a measurement.
+Counters are totals since a service's start; the difference around a measurement is shown.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.host_blocks`: time to the first token of a conversation that comes back after others have taken
-its KV blocks, with `--kv-host-bytes` and without.
+"""`python -m benchmarks.host_blocks`: time to the first token of a conversation that returns after its KV blocks were
+evicted, with `--kv-host-bytes` and without.
 
-Two LLM services over one encoder take turns. Their KV caches hold two of the conversations, of a new picture and a new
-text each; all begin one after the other, and each then asks one more new question. So what comes back is *repeated*,
-but for that question, and what the prefix cache gave of it stands beside the times; when conversations begin, it must
-give nothing. Rows of pictures stay with both services. The cache of a CPU is host memory as well, so this shows what
-copying costs beside computing, and not what a GPU's bus does.
+Two LLM services with one encoder take turns. Their KV caches hold two of the conversations, each of a new picture and
+a new text. All begin one after the other, and each then asks one more new question. So the returning part is
+*repeated*, except for that question, and its prefix hits are shown; at a conversation's begin there must be none. Both
+services keep the rows of pictures. A CPU's KV cache is host memory too, so this shows the cost of copying compared
+with computing, not a GPU's bus.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A caller of the gateway that costs little itself: one connection, one streamed chat after the other, nothing parsed
-but what is timed and counted."""
+"""A cheap client of the gateway: one connection, one streamed chat after the other, parsing only what is timed and
+counted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.in_turns`: one request at a time, through transformers and through both services, in turns.
 
-For machines whose speed changes from minute to minute, where `python -m benchmarks` compares one engine's minutes with
-another's. transformers stays loaded in this process, with as many threads as the services have. Each question and its
-picture are new and go through both, as the same file; the run fails where a cache of the services knew one.
+For machines whose speed changes from minute to minute, where `python -m benchmarks` compares different minutes.
+transformers stays loaded in this process, with as many threads as the services. Each question and its picture are new,
+and both get the same file; the run fails if a cache of the services had one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.kernels_device`: every kernel once on this device, at shapes of Qwen3-VL-8B, beside torch's own
-result, and again as a graph replays it; no figures but how far both are apart. It ends within three minutes, and
-compiles what later benchmarks start.
+"""`python -m benchmarks.kernels_device`: every kernel once on this device, in Qwen3-VL-8B's shapes, compared with
+torch's result, and again in a graph's replay. It shows only their difference. It ends within three minutes, and
+compiles the kernels for later benchmarks.
 
-One that crashes, hangs or breaks the device takes its process along, and a new one goes on behind it. Of what fails the
-first error is shown. Inputs are drawn once and *repeated* by the replay; there are no caches and no peers in this.
+A kernel that crashes, hangs or breaks the device ends its process, and a new one continues after it. The first error
+of each failure is shown. Inputs are drawn once and *repeated* by the replay; there are no caches and no peers.
 `--once` launches each kernel a single time in this process, without a limit: for a sanitizer.
 """
 

@@ -1,14 +1,13 @@
-"""`python -m benchmarks.linear`: a linear layer by torch, by oneDNN, and in panels, as a decoder's are on a CPU.
+"""`python -m benchmarks.linear`: a linear layer by torch, by oneDNN, and in panels, as in a decoder on a CPU.
 
-*oneDNN bf16* computes in bfloat16, where the processor has products for it; all others in float32. *float32*,
-*bfloat16*, *int8*, *fp8* (blocks of 128) and *awq* (4 bits, groups of 128 with zeros) are what panels are stored in:
-the first two need AVX-512, the others AVX2. *pairs* are panels of bfloat16 that rows of bfloat16 are multiplied with,
-and the same of 8 and 4 bits, where the processor has AVX512-BF16; by tiles, where it has AMX, and then also *by
-vectors*.
+*oneDNN bf16* computes in bfloat16, if the processor has such products; all others compute in float32. *float32*,
+*bfloat16*, *int8*, *fp8* (blocks of 128) and *awq* (4 bits, groups of 128 with zeros) are the panels' types: the first
+two need AVX-512, the others AVX2. *pairs* are bfloat16 panels multiplied with bfloat16 rows, and the same for 8 and 4
+bits, if the processor has AVX512-BF16; with AMX by tiles, and then also *by vectors*.
 
-Prints GB/s of weights read, as if all were float32, the best of many passes over more weights than the cache holds; for
-many rows, where arithmetic decides, GFLOP/s. The same rows are *repeated* in every pass and go through every weight;
-nothing remembers them, so there are no hits to count.
+Prints GB/s of weights read, as if all were float32, the best of many passes over more weights than the cache holds;
+for many rows, which are bound by arithmetic, GFLOP/s. The same rows are *repeated* in every pass and go through every
+weight; nothing caches them, so there are no hits to count.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""`python -m benchmarks.llm_device`: the decoder of Qwen3-VL-8B, random weights, on a GPU: decoding and prefill.
+"""`python -m benchmarks.llm_device`: the decoder of Qwen3-VL-8B with random weights on a GPU: decoding and prefill.
 
-A step is all that a rank does with a plan, from token ids to the tokens that are chosen. *Least* is the time in which
-memory gives the weights that are needed, and the keys and values of all sequences, once, or the arithmetic is done, by
-the data sheet. Weights are made on the device, so no checkpoint is needed. Ways take turns; where no graph fits, as
-above 1024 tokens, a step of that way runs eagerly, too. *Replay* is the graph alone, without what a step does before it
-and after it. In *mixed lengths* one sequence is as long as any, and the others are 8 to 64 times shorter; the *next
-turn* is a chunk of few tokens behind a context. A step is *repeated* over the same tokens and the same cache, which is
-full of noise: nothing below the services remembers tokens, so there are no hits to count. The data sheet stands for a
-peer.
+A step is all that a rank does with a plan, from token ids to sampled tokens. *Least* is the time, by the data sheet,
+to read the weights and all sequences' keys and values once, or to do the arithmetic. Weights are made on the device,
+so no checkpoint is needed. Variants take turns; if no graph fits, as above 1024 tokens, a step of that variant runs
+eagerly too. *Replay* is the graph alone, without a step's work before and after it. In *mixed lengths* one sequence
+has full length, and the others are 8 to 64 times shorter; the *next turn* is a chunk of few tokens after a context. A
+step is *repeated* over the same tokens and the same cache of random numbers: nothing below the services caches tokens,
+so there are no hits to count. The data sheet is the peer.
 """
 
 from __future__ import annotations

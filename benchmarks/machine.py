@@ -1,4 +1,4 @@
-"""What figures were taken on, and how busy that was: for the head of a table."""
+"""The machine of a measurement and its load, for the head of a table."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.overlap MODEL`: tokens per second with and without planning a step while one is computed.
+"""`python -m benchmarks.overlap MODEL`: tokens per second with and without planning a step during another.
 
-Two LLM services over the same checkpoint, without an encoder, take turns; each figure is the median of several answers.
-Every prompt is new and begins with words that none before it had; the run fails where a prefix cache knew some of it.
-The other way of planning is what it is compared with: no peer has both.
+Two LLM services with the same checkpoint, without an encoder, take turns; each figure is the median of several
+answers. Every prompt is new and begins with new words; the run fails if the prefix cache had any of it. Both ways are
+compared with each other: no peer has both.
 """
 
 from __future__ import annotations

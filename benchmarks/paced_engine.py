@@ -1,5 +1,5 @@
-"""`python -m benchmarks.paced_engine SOCKET_FD ROW_ARENA_FD`: a light engine whose steps take as long as a model's on a
-GPU, and leave the processor as free, for `benchmarks.gateway`. By itself it measures nothing."""
+"""`python -m benchmarks.paced_engine SOCKET_FD ROW_ARENA_FD`: a light engine whose steps take as long as a model's on
+a GPU and leave the processor idle, for `benchmarks.gateway`. It measures nothing by itself."""
 
 from __future__ import annotations
 

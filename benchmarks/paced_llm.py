@@ -1,5 +1,5 @@
-"""`python -m benchmarks.paced_llm`: the LLM service with a paced engine, for `benchmarks.gateway`. By
-itself it measures nothing."""
+"""`python -m benchmarks.paced_llm`: the LLM service with a paced engine, for `benchmarks.gateway`. It measures nothing
+by itself."""
 
 from __future__ import annotations
 

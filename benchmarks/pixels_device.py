@@ -1,10 +1,10 @@
-"""`python -m benchmarks.pixels_device`: from a decoded picture in ordinary memory to its patches on a GPU, on average.
+"""`python -m benchmarks.pixels_device`: mean time from a decoded picture in pageable memory to its patches on a GPU.
 
-Pictures are square; a side of 4032 pixels becomes 1400, the others the nearest multiple of 28 that is below. *torch* is
-how it was before: copies that are waited for, of what a size is resized by as well, torch's operators, and patches
-joined into a batch; *ring* has the same operators behind the ring of locked buffers, of sizes that the device knows;
-*kernels* is what a worker does. Each is timed over a batch, until the device is done and until the host is, in turns.
-Pictures are *repeated*; sizes are the only cache there is. The peer is the copy alone, from locked memory.
+Pictures are square; a side of 4032 pixels becomes 1400, others the next smaller multiple of 28. *torch* is the former
+way: synchronous copies, including resize coefficients, torch's operators, and patches concatenated into a batch.
+*ring* has the same operators with the ring of pinned buffers, for sizes that the device knows. *kernels* is the
+worker's way. Each is timed over a batch, until the device is done and until the host is, in turns. Pictures are
+*repeated*; sizes are the only cache. The peer is the copy alone, from pinned memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Random checkpoints of about 225 M parameters that no family of ours is for: in LLaVA's format, a tower of CLIP's form
-and a text of Llama's; in Gemma 3's, Gemma 4's and Kimi K2.5's. In Molmo 2's, Phi-4 multimodal's and Gemma 3n's
-towers are small. Their words mean nothing."""
+"""Random checkpoints of about 225 M parameters without a family of ours, for timing only: in LLaVA's format, with a
+CLIP tower and a Llama text; in Gemma 3's, Gemma 4's and Kimi K2.5's; in Molmo 2's, Phi-4 multimodal's and Gemma 3n's
+with small towers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""`python -m benchmarks.plan`: what tools.plan predicts beside what the pair on this machine does, for three workloads.
+"""`python -m benchmarks.plan`: predictions of tools.plan and measurements on this machine's pair, for three workloads.
 
 Costs are measured on the same pair, one request at a time, before and after each workload, since machines change their
-speed; the prediction is from the mean of both and has as many cores as the machine. Pictures and texts are new ones; a
-*repeated* picture is one that was asked about before in the same workload. Below each line stand the costs, and what
-caches gave meanwhile.
+speed; the prediction uses the mean of both and the machine's number of cores. Pictures and texts are new; a *repeated*
+picture was asked about before in the same workload. Below each line are the costs and the cache hits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """`python -m benchmarks.prefill_elsewhere`: time to the first token of a prompt that another LLM service computes
-(`--prefill-services`), beside one that is computed where it is answered.
+(`--prefill-services`), compared with one that the answering service computes.
 
-Two LLM services over one encoder take turns; a third one computes prompts for one of them. Each prompt is a new picture
-and a new text, so no cache may give anything to who computes it, and what the answering service found of it stands
-beside the times: all that was brought. On one machine the third service computes on the same cores, so the difference
-is what it costs to hand a prompt over and bring its blocks, and not what answers under way gain from it.
+Two LLM services with one encoder take turns; a third one computes prompts for one of them. Each prompt is a new
+picture and a new text, so the computing service must have no hits; the answering service's hits are shown: all blocks
+that were brought. On one machine the third service uses the same cores, so the difference is the cost of a handover,
+not the gain for running answers.
 """
 
 from __future__ import annotations

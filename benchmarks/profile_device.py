@@ -1,9 +1,9 @@
-"""`python -m benchmarks.profile_device`: which kernels take the time, on a GPU, by torch's profiler.
+"""`python -m benchmarks.profile_device`: which kernels take the time on a GPU, by torch's profiler.
 
-Of four things: a replay of the decoder's graph, a step that draws with temperature, top-p and top-k, a prefill, and a
-pass of the tower; shapes of Qwen3-VL-8B, random weights, the same input *repeated*; there are no caches and no peers in
-this. Shown are the kernels that take most, how often they ran, and what the GPU was idle in between. Without a GPU the
-operators of the CPU are shown instead.
+It profiles a replay of the decoder's graph, a step that samples with temperature, top-p and top-k, a prefill, and a
+pass of the tower; with Qwen3-VL-8B's shapes, random weights, and the same input *repeated*. There are no caches and no
+peers. It shows the longest kernels, their counts, and the GPU's idle time in between. Without a GPU it shows the CPU's
+operators.
 """
 
 from __future__ import annotations

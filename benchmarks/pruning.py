@@ -1,9 +1,9 @@
-"""`python -m benchmarks.pruning`: what a video costs as more of its rows are pruned: bytes that cross to the LLM
-service, tokens of its prompt, their prefill, and the time to the first token.
+"""`python -m benchmarks.pruning`: a video's cost by the share of its rows that is pruned: bytes sent to the LLM
+service, prompt tokens, prefill, and the time to the first token.
 
 One encoder and one LLM service. A video is a photograph in front of which a square moves; each request has a new one
-and a new text, and the run fails where a cache knew one. Rows are computed before they are dropped, so encoding takes
-as long at any rate. No peer serves it beside an encoder of its own.
+and a new text, and the run fails if a cache had one. Rows are computed before they are dropped, so encoding takes
+equally long at any rate. No peer has this with a separate encoder.
 """
 
 from __future__ import annotations

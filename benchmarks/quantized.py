@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits as checkpoints have them, for timing: of a layer's own size, their numbers mean nothing."""
+"""Random 8-bit and 4-bit weights in checkpoints' formats, of a layer's real size, for timing only."""
 
 from __future__ import annotations
 

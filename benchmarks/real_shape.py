@@ -1,7 +1,7 @@
-"""`python -m benchmarks.real_shape FOLDER`: a checkpoint in the shape of Qwen3-VL-8B, random weights, 17.5 GB.
+"""`python -m benchmarks.real_shape FOLDER`: a checkpoint of Qwen3-VL-8B's shape with random weights, 17.5 GB.
 
-For timing the services: `python -m benchmarks --only twinlens --model FOLDER`. Weights are drawn on the GPU, where one
-is, and written shard by shard, so that no memory holds all of them. Its words mean nothing. It measures nothing.
+For timing the services: `python -m benchmarks --only twinlens --model FOLDER`. Weights are drawn on a GPU, if there is
+one, and written shard by shard to limit memory. It measures nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A distance between two ends on one machine: what goes in comes out later, as much of it and in the same order.
+"""Simulated distance between two processes on one machine: a relay that delays bytes in both directions.
 
     python -m benchmarks.relay PORT SECONDS
 
-prints a port of its own and passes on what comes there to the given one, and back, each way so many seconds late.
+prints its own port, and forwards connections there to PORT and back, each direction SECONDS late.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.sampler`: choosing a token for each row of a step, here and by transformers' processors.
+"""`python -m benchmarks.sampler`: sampling a token for each row of a step, by us and by transformers' processors.
 
-Logits of a vocabulary of 151 936 with fifty likely words; transformers' side is its processors over the whole batch,
-softmax and `multinomial`. Measured as the CPU time of one thread, the least of several steps. Both get the same logits,
-which are new for each number of rows and *repeated* in every step; nothing remembers them, so there are no hits to
-count.
+Logits have a vocabulary of 151 936 with fifty likely words. transformers' side is its processors over the whole batch,
+softmax and `multinomial`. The figure is the CPU time of one thread, the shortest of several steps. Both get the same
+logits, which are new for each number of rows and *repeated* in every step; nothing caches them, so there are no hits
+to count.
 """
 
 from __future__ import annotations

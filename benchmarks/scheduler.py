@@ -1,9 +1,9 @@
-"""`python -m benchmarks.scheduler`: what the engine spends on deciding, for each step, without any model.
+"""`python -m benchmarks.scheduler`: the engine's time for planning, for each step, without a model.
 
-Requests with prompts of 256 tokens decode side by side; the executor answers at once. *plan* is choosing and writing
-the step's plan, *take in* is what follows from its result, *messages* what packing the tokens for the front takes.
-Every prompt is new, of random tokens; the prefix cache is asked for each, its hits are shown, and one of them ends the
-run. Peers decide inside their engines, where it cannot be measured alone.
+Requests with prompts of 256 tokens decode together; the executor answers at once. *plan* is making the step's plan,
+*take in* processing its result, *messages* packing the tokens for the front. Every prompt is new, of random tokens.
+The prefix cache is queried for each, its hits are shown, and a hit ends the run. Peers plan inside their engines,
+where it cannot be measured separately.
 """
 
 from __future__ import annotations

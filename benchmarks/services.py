@@ -1,4 +1,4 @@
-"""Both services, started as a user starts them, for the length of a measurement."""
+"""Both services, started as a user starts them, for the duration of a measurement."""
 
 from __future__ import annotations
 

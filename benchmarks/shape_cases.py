@@ -1,4 +1,4 @@
-"""Shapes that small models do not have, on any device: of attention's cache, of mixtures of experts, of batches."""
+"""Shapes that small models do not have, on any device: of paged attention, mixtures of experts, and batches."""
 
 from __future__ import annotations
 

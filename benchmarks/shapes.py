@@ -1,4 +1,4 @@
-"""The shape of Qwen3-VL-8B, and what its two halves must read and compute."""
+"""The shape of Qwen3-VL-8B, and the bytes and arithmetic of its two halves."""
 
 from __future__ import annotations
 

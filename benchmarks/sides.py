@@ -1,7 +1,7 @@
-"""One plan of questions through any engine: the same questions, in the same order, timed in the same way.
+"""One plan of questions for every engine: the same questions, in the same order, timed in the same way.
 
-Each row of the table is measured between two looks at the engine's counters. Where its content should be new and a
-cache had some of it, no figure is given.
+Each row of the table is measured between two readings of the engine's counters. If its content should be new and a
+cache had some of it, it gives no figure.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`python -m benchmarks.speculation`: a token's time with and without drafts, by how much an answer repeats its prompt.
+"""`python -m benchmarks.speculation`: a token's time with and without drafts, by how much an answer repeats its
+prompt.
 
-Two LLM services, one of them with `--speculative-tokens`, take turns over one checkpoint, without an encoder. Its
-weights are the random ones of 250 M parameters but for what decides which token comes next: attention and MLP are
-computed and add nothing, and behind each token its successor on one long round through the vocabulary is the likeliest.
-So a prompt can hold what the answer is going to say. *Copied*: all of it, as half of the prompt; *half*: its first
-half; *new*: nothing that it says ever stood there; *misled*: each three tokens of it stood there, with others behind
-them. Every prompt is new; the run fails where a prefix cache knew some of it. The service without drafts is what the
-other one is compared with, and their tokens must be equal.
+Two LLM services with one checkpoint, one of them with `--speculative-tokens`, take turns, without an encoder. The
+weights are the random ones of 250 M parameters, except those that decide the next token: attention and MLP are
+computed but add nothing, and each token's most likely successor is fixed by one long cycle through the vocabulary. So
+a prompt can contain the answer. *Copied*: all of the answer, as half of the prompt; *half*: its first half; *new*:
+nothing; *misled*: three tokens of it at a time, followed by others. Every prompt is new; the run fails if a prefix
+cache had any of it. The service without drafts is the baseline, and both services' tokens must be equal.
 """
 
 from __future__ import annotations

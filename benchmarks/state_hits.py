@@ -1,8 +1,8 @@
-"""`python -m benchmarks.state_hits`: what conversations take from the prefix cache of a model with states.
+"""`python -m benchmarks.state_hits`: prefix hits of conversations with a model whose layers keep states.
 
-*Repeated*: a system prompt of 300 tokens, a picture behind it, each conversation so far; all else is new. The scheduler
-is the real one, nothing is computed. Beside it what others would find who keep as many states, computed by their rules;
-each keeps the last used ones, and all keys and values. The state of the sequence that runs is counted nowhere."""
+*Repeated*: a system prompt of 300 tokens, a picture after it, each conversation so far; all else is new. The scheduler
+is the real one; nothing is computed. Peers are simulated by their rules with as many states; each keeps the last used
+ones, and all keys and values. The running sequence's state does not count anywhere."""
 
 from __future__ import annotations
 

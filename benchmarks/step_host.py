@@ -1,13 +1,13 @@
-"""`python -m benchmarks.step_host`: what a step of decodes costs on the host, on whatever has no kernels to wait for.
+"""`python -m benchmarks.step_host`: the host's time for a step of decodes, on a machine without kernels to wait for.
 
-The scheduler, the plan, the graph runner and the sampler of GPUs are the real ones; what a graph would compute is left
-out, and so are the sampler's kernels. *plan* is choosing and writing the plan, *first launch* what a rank does with it
-until the graph starts, *behind it* the rest, up to the draw, *take in* what follows from the tokens. A GPU waits for
-none of it as long as all of it together is shorter than its own step; *first launch* is the least that it waits where
-it has nothing to do. *message* is what packing the plan for other ranks takes, and its bytes.
+The scheduler, the plan, the graph runner and the GPU sampler are real; what a graph would compute is left out, and so
+are the sampler's kernels. *plan* is making the plan, *first launch* a rank's work until the graph starts, *behind it*
+the rest, up to the draw, *take in* processing the tokens. A GPU waits for none of it as long as the sum is shorter
+than its own step; an idle one waits for *first launch*. *message* is the time to pack the plan for other ranks, and
+its bytes.
 
-Prompts are new, of random tokens; the prefix cache is asked for each, its hits are shown, and one of them ends the run.
-Peers do this inside their engines, where it cannot be measured alone.
+Prompts are new, of random tokens. The prefix cache is queried for each, its hits are shown, and a hit ends the run.
+Peers do this inside their engines, where it cannot be measured separately.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""`python -m benchmarks.tables FOLDER`: all tables of docs/PERFORMANCE.md that a CPU can give, one after the other.
+"""`python -m benchmarks.tables FOLDER`: all tables of docs/PERFORMANCE.md that need no GPU, one after the other.
 
-For a machine with two cores that does nothing else, which takes about 25 minutes. Each table is a command with a limit
-of time. Its output goes to a file of its own in the folder, below what it was taken on: processor, versions, commit,
-command, and how busy the machine was before. A table whose file is there is not taken again, so a run that was ended
-goes on where it stopped; one that failed leaves its words in a file that ends in `.failed`, and is tried again. What
-is new and what is *repeated* in a table, its benchmark says (`python -m benchmarks.NAME --help`), and shows what caches
-gave.
+For an idle machine with two cores, in about 25 minutes. Each table is a command with a time limit. Its output goes to
+a file in the folder, below a head with processor, versions, commit, command and previous load. A table with a file is
+not measured again, so an interrupted run resumes. One that failed leaves its output in a file that ends in `.failed`,
+and is tried again. Each benchmark says what is new and what is *repeated* (`python -m benchmarks.NAME --help`), and
+shows cache hits.
 """
 
 from __future__ import annotations

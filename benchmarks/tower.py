@@ -1,8 +1,7 @@
-"""`python -m benchmarks.tower`: CPU seconds of one pass of the vision tower on one thread, against transformers' own.
+"""`python -m benchmarks.tower`: CPU seconds of one pass of the vision tower on one thread, compared with transformers.
 
-CPU time, not the clock's: the figures hold on a machine that is busy with other things. Passes take turns; the least of
-each is shown. Each round has new random patches, the same for all; nothing remembers patches, so there are no hits to
-count.
+CPU time holds on a busy machine. Passes take turns; the shortest of each is shown. Each round has new random patches,
+the same for all; nothing caches patches, so there are no hits to count.
 """
 
 from __future__ import annotations

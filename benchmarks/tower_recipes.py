@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' kinds with towers of one size, 12 layers of 12 heads of 64 numbers, and tiny texts."""
+"""Checkpoints of transformers' kinds with towers of one size, 12 layers of 12 heads of 64, and tiny texts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The plan through `transformers` generate(): `python -m benchmarks.transformers_side MODEL`.
 
-It runs in a process of its own. Standard input has the plan and the tokens of a long answer, standard output what was
-measured, both as JSON. A picture comes as a file, as it does everywhere else. transformers remembers nothing from one
-call to the next, so there are no hits to count.
+It runs in a separate process. Standard input has the plan and the tokens of a long answer, standard output the
+measurements, both as JSON. A picture is a file, as for the other engines. transformers caches nothing between calls,
+so there are no hits to count.
 """
 
 from __future__ import annotations

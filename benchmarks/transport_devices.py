@@ -1,4 +1,4 @@
-"""What `benchmarks.transport_ends` has on a device: a pool with the sender's rows, a mirror of the reader's arena."""
+"""Device memory of `benchmarks.transport_ends`: a pool with the sender's rows, a mirror of the reader's arena."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Both ends of `benchmarks.transports`, each in a process of its own: `python -m benchmarks.transport_ends END …`.
+"""Both ends of `benchmarks.transports`, in separate processes: `python -m benchmarks.transport_ends END …`.
 
 `send` and `read` are the services' own code: the encoder's transports over a store, the LLM service's stream into an
-arena. `send-plain` and `read-plain` are what a Python service would write first: protobuf messages of 1 MiB, without
-checksum, check or lease. A sender prints its port and serves until its standard input ends; a reader is told the number
-of a size on each line of its standard input, and answers with the seconds until all bytes were in its landing buffer.
-Of large sizes, `read-parts` has a part come by each of its `--connections`. `send` has a NIXL agent as well where it is
-told `--nixl`, and `read-nixl` another. Given a device, `send` has the rows in a pool there as well, `read-device` has
-them copied to a mirror there, and `read-pull` does the same and answers with the seconds of the copy and its checks
-alone.
+arena. `send-plain` and `read-plain` are a plain Python service: protobuf messages of 1 MiB, without checksum, check or
+lease. A sender prints its port and serves until its standard input ends. A reader gets the number of a size on each
+line of its standard input, and answers with the seconds until all bytes were in its landing buffer. `read-parts`
+fetches parts of large sizes over each of its `--connections`. With `--nixl`, `send` has a NIXL agent too, and
+`read-nixl` another. With a device, `send` also has the rows in a pool there; `read-device` has them copied to a mirror
+there, and `read-pull` does the same and answers with the seconds of the copy and its checks alone.
 """
 
 from __future__ import annotations

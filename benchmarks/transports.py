@@ -1,13 +1,12 @@
 """`python -m benchmarks.transports`: rows from one process to another by each transport, in one run.
 
-What runs in the processes is said in `benchmarks.transport_ends`; *memcpy* is numpy's copy between two warm buffers of
-this one. *Parts* are gRPC chunks over several connections at once. *NIXL* is measured where it is installed
-(`--nixl`): by TCP, as between hosts, unless UCX_TLS says otherwise. The ways take turns. Beside the time stands the
-processors' time of both ends together, which says what a transfer costs a machine that is busy with other work. All
-ways move the same rows each time: they are *repeated*, as memory is that was used before, and nothing on the way
-remembers what it moved, so there are no hits to count. `--round-trip-ms` puts a relay between both ends of what goes by
-gRPC, as if they stood far from each other. With a GPU (`--device`, by default the first one), *CUDA IPC* is the way
-from a pool there to a mirror there, and *the copy alone* what a rank's share of that is, checks included.
+`benchmarks.transport_ends` describes the processes; *memcpy* is numpy's copy between two warm buffers of this one.
+*Parts* are gRPC chunks over several connections at once. *NIXL* is measured if it is installed (`--nixl`): over TCP,
+as between hosts, unless UCX_TLS says otherwise. Transports take turns. The CPU time of both ends shows the cost on a
+busy machine. All transports move the same rows each time: they are *repeated*, like reused memory, and nothing on the
+way caches them, so there are no hits to count. `--round-trip-ms` puts a relay between both ends of gRPC, to simulate
+distance. With a GPU (`--device`, by default the first one), *CUDA IPC* goes from a pool there to a mirror there, and
+*the copy alone* is a rank's share of that, checks included.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.versions --before REVISION`: what a change costs or gains, two versions of Twinlens in turns.
+"""`python -m benchmarks.versions --before REVISION`: the effect of a change: two versions of Twinlens in turns.
 
-The services of the revision and those of this checkout run beside each other, and wait while the other version is
-asked. Each answers alone, then `--together` at once; who begins changes from round to round. Every question and its
-picture are new and go to both; the run fails where a cache knew one. The peer is the version before.
+The services of the revision and of this checkout run at the same time, but only one version is asked at a time. Each
+answers alone, then `--together` at once; the order changes from round to round. Every question and its picture are new
+and go to both; the run fails if a cache had one. The peer is the version before.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.vit`: the vision tower of Qwen3-VL-8B, random weights, on a GPU: eager against graph.
+"""`python -m benchmarks.vit`: the vision tower of Qwen3-VL-8B with random weights on a GPU: eager and by graph.
 
-For each mix of pictures and each attention back end: milliseconds of a pass, eagerly and replayed; what the host spends
-on it; and the share of the arithmetic in the GPU's data sheet, which stands for a peer. A second table has what a batch
-needs before its pass and after it, which goes on beside the passes of other batches: patches of pixels, a tenth larger
-than the tower wants them; tables of the pass; and the way of rows into ordinary memory. Passes take turns. A mix's
-random patches are *repeated* in every pass; nothing remembers patches, so there are no hits to count.
+For each mix of pictures and each attention back end: milliseconds of a pass, eager and replayed; the host's time; and
+the share of the arithmetic in the GPU's data sheet, which is the peer. A second table shows a batch's work before and
+after its pass, which overlaps with other batches' passes: patches of pixels, a tenth larger than the tower needs them;
+tables of the pass; and copying rows into pageable memory. Passes take turns. A mix's random patches are *repeated* in
+every pass; nothing caches patches, so there are no hits to count.
 """
 
 from __future__ import annotations

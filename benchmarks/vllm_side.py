@@ -1,9 +1,9 @@
 """The plan through `vllm serve`, over its OpenAI endpoint, as a client sees it.
 
-vLLM lives in an environment of its own; `command` is its program there. It gets the same checkpoint, element type and
-cores as the others, and is otherwise left as it comes, with two exceptions. By itself it keeps one core for its server
-and computes on the others, which would be one of two: here it computes on all. And it does not try out the largest
-picture that there could be: with 16 million pixels, that takes longer than everything else together on a CPU.
+vLLM has a separate environment; `command` is its program there. It gets the same checkpoint, element type and cores as
+the others, and its default settings, with two exceptions. By default it reserves one core for its server, one of two
+here: this benchmark lets it compute on all. And it does not profile the largest possible picture: with 16 million
+pixels, that takes longer than everything else together on a CPU.
 """
 
 from __future__ import annotations

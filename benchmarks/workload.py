@@ -1,10 +1,9 @@
-"""The pictures and questions of the benchmarks: new each time they are made, unless the same one is asked for again.
+"""The pictures and questions of the benchmarks: new each time they are made, unless the same one is requested again.
 
-A cache that has seen a benchmark's content makes it measure something else than it says. So all content is made from a
-mark, and no mark is given out twice: it joins a number of this process, drawn at random, with a counter that no
-repetition, warm-up or row begins anew. A picture's pixels and a text's words both say their mark, so neither a cache of
-files nor one of pixels, rows or tokens knows them. The same mark makes the same content in every process: that is how a
-peer is given what we were given.
+A cache with a benchmark's content would falsify its figures. So all content is made from a mark, and no mark is used
+twice: it joins a random number of this process with a counter that no repetition, warm-up or row restarts. A picture's
+pixels and a text's words contain their mark, so no cache of files, pixels, rows or tokens knows them. The same mark
+makes the same content in every process, so that a peer gets the same content.
 """
 
 from __future__ import annotations

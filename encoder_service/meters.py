@@ -21,21 +21,23 @@ class Meters:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._stages = metrics.histogram("stage_seconds", "seconds of one item in one stage", ["stage"])
-        self._errors = metrics.counter("errors", "items and calls that got an error, by its reason", ["reason"])
-        self._fill = metrics.histogram("batch_fill", "patches of a batch, of the most that it may have", buckets=SHARES)
-        self._units = metrics.histogram("batch_units", "pictures and pieces of videos in a batch", buckets=_UNITS)
-        self._preprocess = metrics.histogram("preprocess_seconds", "seconds from pixels to patches, for a batch")
-        self._vit = metrics.histogram("vit_seconds", "seconds of the vision tower, for a batch")
+        self._stages = metrics.histogram("stage_seconds", "seconds of an item in a stage", ["stage"])
+        self._errors = metrics.counter("errors", "items and calls that failed, by reason", ["reason"])
+        self._fill = metrics.histogram(
+            "batch_fill", "patches of a batch, as a share of the most it may have", buckets=SHARES
+        )
+        self._units = metrics.histogram("batch_units", "pictures and video parts in a batch", buckets=_UNITS)
+        self._preprocess = metrics.histogram("preprocess_seconds", "seconds to make patches from pixels, per batch")
+        self._vit = metrics.histogram("vit_seconds", "seconds of the vision tower, per batch")
 
     def describe(self, **labels: str) -> None:
         """Adds a metric that describes the service, for joins with other series."""
-        about = "what this service is, by its labels; always 1"
+        about = "description of the service in labels; always 1"
         self._metrics.read(lambda: [gauge("info", about, {tuple(labels.values()): 1.0}, tuple(labels))])
 
     def watch_requests(self, inflight_bytes: Callable[[], int]) -> None:
         """Reads, at every scrape, the bytes that requests hold."""
-        about = "bytes of requests that are here or coming"
+        about = "bytes of requests received or in transit"
         self._metrics.read(lambda: [gauge("inflight_bytes", about, inflight_bytes())])
 
     def watch(self, encoder: EncoderEngine, transports: Transports) -> None:
@@ -67,14 +69,14 @@ def _state(load: EncoderLoad, transports: Transports) -> Iterator[Metric]:
 
 def _queues(load: EncoderLoad) -> Iterator[Metric]:
     items: dict[tuple[str, ...], float] = {("encoded",): load.encoded, ("failed",): load.failed}
-    yield gauge("queued_items", "items that no worker has begun on", load.queued_items)
-    yield gauge("running_items", "items that a worker is computing", load.running_items)
-    yield gauge("queued_patches", "patches that wait for a worker", load.queued_patches)
-    yield gauge("running_patches", "patches that a worker is computing", load.running_patches)
+    yield gauge("queued_items", "items waiting for a worker", load.queued_items)
+    yield gauge("running_items", "items being computed", load.running_items)
+    yield gauge("queued_patches", "patches waiting for a worker", load.queued_patches)
+    yield gauge("running_patches", "patches being computed", load.running_patches)
     if load.estimated_seconds is not None:
-        about = "until all of these have been computed, by the pace of late or, if longer, by what workers take now"
+        about = "estimated seconds to compute all of these, from recent batches or, if longer, from the running ones"
         yield gauge("estimated_seconds", about, load.estimated_seconds)
-    yield total("items", "items whose encoding ended", items, ["outcome"])
+    yield total("items", "items encoded or failed", items, ["outcome"])
 
 
 def _work(load: EncoderLoad) -> Iterator[Metric]:
@@ -83,33 +85,35 @@ def _work(load: EncoderLoad) -> Iterator[Metric]:
         ("graph",): batches.graph_calls,
         ("eager",): batches.vit_calls - batches.graph_calls,
     }
-    yield gauge("workers_alive", "device workers that can compute", load.workers_alive)
-    yield total("worker_busy_seconds", "seconds in which workers had a batch, of all together", busy)
+    yield gauge("workers_alive", "device workers ready to compute", load.workers_alive)
+    yield total("worker_busy_seconds", "seconds that workers had a batch, summed over workers", busy)
     yield total("worker_deaths", "device workers that died, were killed or hung", batches.worker_deaths)
-    yield total("decode_process_restarts", "decode processes that were replaced", load.decoder_restarts)
+    yield total("decode_process_restarts", "decode processes replaced", load.decoder_restarts)
     yield total("vit_calls", "passes of the vision tower", calls, ["mode"])
-    yield total("kernels_compiled_late", "kernels that passes have waited for on a GPU", batches.late_compiles)
-    yield total("vit_patches", "patches that went through it", batches.vit_patches)
+    yield total("kernels_compiled_late", "kernels compiled while a pass waited on a GPU", batches.late_compiles)
+    yield total("vit_patches", "patches computed by the vision tower", batches.vit_patches)
 
 
 def _rows(load: EncoderLoad, transports: Transports) -> Iterator[Metric]:
-    yield total("store_hits", "items whose rows were in either store, or on their way", load.store_hits)
-    yield total("store_misses", "items whose rows had to be computed", load.store_misses)
+    yield total("store_hits", "items whose rows were in a store or in flight", load.store_hits)
+    yield total("store_misses", "items whose rows were computed", load.store_misses)
     yield gauge("store_bytes", "bytes of rows in the store", load.store_bytes)
-    yield gauge("store_capacity_bytes", "the store's budget", load.store_capacity_bytes)
-    yield gauge("store_entries", "entries of the store", load.store_entries)
+    yield gauge("store_capacity_bytes", "the store's size limit", load.store_capacity_bytes)
+    yield gauge("store_entries", "entries in the store", load.store_entries)
     if load.shared_store is not None:
-        about = "what the shared store did for this replica"
+        about = "events of the shared store for this replica"
         events = _by(load.shared_store, "hits", "errors", "garbage", "written", "dropped", "waits_in_vain")
         yield total("shared_store_events", about, events, ["event"])
-    yield gauge("leases", "rows that readers hold in shared memory, or in a worker's", transports.leases)
+    yield gauge("leases", "leases of readers on rows in shared or device memory", transports.leases)
     if pools := transports.pools:
         yield gauge("device_pool_bytes", "bytes of rows in workers' device pools", sum(each.used for each in pools))
         yield gauge(
-            "device_pool_capacity_bytes", "bytes of these pools", sum(pool.capacity for pool in transports.pools)
+            "device_pool_capacity_bytes",
+            "size of the device pools in bytes",
+            sum(pool.capacity for pool in transports.pools),
         )
-    yield total("rows_out", "rows that were sent", by_transport(transports.sent.rows), ["transport"])
-    yield total("bytes_out", "bytes of rows that were sent", by_transport(transports.sent.bytes), ["transport"])
+    yield total("rows_out", "rows sent", by_transport(transports.sent.rows), ["transport"])
+    yield total("bytes_out", "bytes of rows sent", by_transport(transports.sent.bytes), ["transport"])
 
 
 def _by(counts: Mapping[str, int], *names: str) -> dict[tuple[str, ...], float]:

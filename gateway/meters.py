@@ -35,43 +35,41 @@ class Meters:
         self._requests = self.metrics.counter("requests", "requests, by surface and HTTP status", ("surface", "status"))
         self._callers_requests = self.metrics.counter(
             "caller_requests",
-            "requests of callers with names, by surface and HTTP status",
+            "requests of named callers, by surface and HTTP status",
             ("caller", "surface", "status"),
         )
         self._callers_tokens = self.metrics.counter(
-            "caller_tokens", "tokens that callers with names have used, by kind", ("caller", "kind")
+            "caller_tokens", "tokens used by named callers, by kind", ("caller", "kind")
         )
-        self._seconds = self.metrics.histogram("request_seconds", "time of a whole request", ("surface",))
-        self._handovers = self.metrics.counter(
-            "handovers", "answers whose LLM service ended under them, by what came of it", ("outcome",)
-        )
+        self._seconds = self.metrics.histogram("request_seconds", "seconds of a whole request", ("surface",))
+        self._handovers = self.metrics.counter("handovers", "answers whose LLM service died, by outcome", ("outcome",))
         self._adapter_changes = self.metrics.counter(
             "late_adapter_changes",
-            "tries to load or unload a LoRA adapter at an LLM service that came later, by what came of them",
+            "attempts to load or unload a LoRA adapter at a service that joined later, by outcome",
             ("change", "outcome"),
         )
         for outcome in get_args(Outcome):
             self._handovers.labels(outcome)  # a rate sees the first one as well
         for change, came in itertools.product(("load", "unload"), get_args(kept_adapters.Outcome)):
             self._adapter_changes.labels(change, came)
-        self._pauses = self.metrics.histogram("handover_seconds", "time until another LLM service went on")
-        self._first = self.metrics.histogram("first_byte_seconds", "time to an answer's first byte", ("surface",))
+        self._pauses = self.metrics.histogram("handover_seconds", "seconds until another LLM service continued")
+        self._first = self.metrics.histogram("first_byte_seconds", "seconds to an answer's first byte", ("surface",))
 
     def watch(self, state: Callable[[], State], services: LlmServices, kept: KeptAdapters) -> None:
         """Reads, at every scrape, what is in progress."""
         self.metrics.read(
             lambda: [
-                gauge("open_requests", "requests under way", state().requests),
-                gauge("open_connections", "connections of callers", state().connections),
-                gauge("body_bytes", "bytes of bodies that are held", state().body_bytes),
-                gauge("kept_request_bytes", "bytes of requests that are kept for a handover", state().kept_bytes),
-                gauge("kept_adapters", "LoRA adapters that services which come later are brought", kept.count),
-                gauge("missing_adapters", "how often one of them is not at a service that can serve", kept.missing),
-                gauge("llm_services", "LLM services that are known", len(services.services)),
-                gauge("llm_services_usable", "of these, those that can serve", len(services.usable)),
+                gauge("open_requests", "requests in flight", state().requests),
+                gauge("open_connections", "open connections of callers", state().connections),
+                gauge("body_bytes", "bytes of request bodies in memory", state().body_bytes),
+                gauge("kept_request_bytes", "bytes of requests kept for a handover", state().kept_bytes),
+                gauge("kept_adapters", "LoRA adapters to load at services that join later", kept.count),
+                gauge("missing_adapters", "LoRA adapters missing at usable services", kept.missing),
+                gauge("llm_services", "known LLM services", len(services.services)),
+                gauge("llm_services_usable", "of these, usable services", len(services.usable)),
                 gauge(
                     "llm_in_flight",
-                    "requests under way at an LLM service",
+                    "requests in flight at an LLM service",
                     {(service.address,): service.in_flight for service in services.services},
                     ("address",),
                 ),
@@ -121,7 +119,9 @@ def _told(services: LlmServices) -> list[Metric]:
         shares[where] = load.kv_blocks_used / max(1, load.kv_blocks_total)
         waiting[where], running[where] = load.waiting, load.running
     return [
-        gauge("llm_waiting", "choices and requests that wait at an LLM service", waiting, ("address",)),
-        gauge("llm_running", "choices that run there", running, ("address",)),
-        gauge("llm_kv_cache_usage_ratio", "KV blocks that requests hold there, of all", shares, ("address",)),
+        gauge("llm_waiting", "choices and requests waiting at an LLM service", waiting, ("address",)),
+        gauge("llm_running", "choices running at an LLM service", running, ("address",)),
+        gauge(
+            "llm_kv_cache_usage_ratio", "share of KV blocks that requests hold at an LLM service", shares, ("address",)
+        ),
     ]

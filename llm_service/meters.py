@@ -31,25 +31,25 @@ class Meters:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self.first_token = metrics.histogram(
-            "time_to_first_token_seconds", "from a request's arrival to its first token"
+            "time_to_first_token_seconds", "seconds from a request's arrival to its first token"
         )
         self.between_tokens = metrics.histogram(
-            "inter_token_latency_seconds", "between two tokens of a choice", buckets=_TOKEN_SECONDS
+            "inter_token_latency_seconds", "seconds between two tokens of a choice", buckets=_TOKEN_SECONDS
         )
-        self.queue = metrics.histogram("request_queue_time_seconds", "from the engine's taking a request to its start")
-        self.whole = metrics.histogram("e2e_request_latency_seconds", "from a request's arrival to its end")
-        self.stages = metrics.histogram("stage_seconds", "seconds of one request in one stage", ["stage"])
+        self.queue = metrics.histogram("request_queue_time_seconds", "seconds that a request waits in the engine")
+        self.whole = metrics.histogram("e2e_request_latency_seconds", "seconds from a request's arrival to its end")
+        self.stages = metrics.histogram("stage_seconds", "seconds of a request in a stage", ["stage"])
         self.prompt_tokens = metrics.histogram("request_prompt_tokens", "tokens of a prompt", buckets=_TOKENS)
         self.answer_tokens = metrics.histogram("request_generation_tokens", "tokens of a choice", buckets=_TOKENS)
-        self.ends = metrics.counter("request_success", "choices that ended by themselves", ["finished_reason"])
-        self.outcomes = metrics.counter("requests", "requests by how they ended", ["outcome"])
+        self.ends = metrics.counter("request_success", "choices that finished, by reason", ["finished_reason"])
+        self.outcomes = metrics.counter("requests", "requests that ended, by outcome", ["outcome"])
         for outcome in ("finished", "failed", "cancelled"):
             self.outcomes.labels(outcome)  # a rate sees the first one as well
-        self._errors = metrics.counter("errors", "calls that got an error, by its reason", ["reason"])
+        self._errors = metrics.counter("errors", "calls that failed, by reason", ["reason"])
 
     def describe(self, **labels: str) -> None:
         """Adds a metric that describes the service, for joins with other series."""
-        about = "what this service is, by its labels; always 1"
+        about = "description of the service in labels; always 1"
         self._metrics.read(lambda: [gauge("info", about, {tuple(labels.values()): 1.0}, tuple(labels))])
 
     def request(self) -> RequestMeter:
@@ -62,7 +62,7 @@ class Meters:
 
     def watch_requests(self, inflight_bytes: Callable[[], int]) -> None:
         """Reads, at every scrape, the bytes that requests hold."""
-        about = "bytes of requests that are here or coming"
+        about = "bytes of requests received or in transit"
         self._metrics.read(lambda: [gauge("inflight_bytes", about, inflight_bytes())])
 
     def watch(
@@ -83,7 +83,7 @@ class Meters:
 
         def read() -> Iterator[Metric]:
             each: dict[tuple[str, ...], float] = {(adapter.name,): adapter.in_flight for adapter in adapters.all}
-            yield gauge("adapter_requests", "requests under way with a LoRA adapter", each, ["adapter"])
+            yield gauge("adapter_requests", "running requests of a LoRA adapter", each, ["adapter"])
             yield _adapter_lists(adapters, engine)
 
         self._metrics.read(read)
@@ -93,8 +93,10 @@ class Meters:
 
         def read() -> Iterator[Metric]:
             published, dropped = counts() if counts is not None else (0, 0)
-            yield total("kv_event_batches", "batches of events about KV blocks that were published", published)
-            yield total("kv_event_batches_dropped", "batches that were not, since sending took too long", dropped)
+            yield total("kv_event_batches", "published batches of KV events", published)
+            yield total(
+                "kv_event_batches_dropped", "batches of KV events dropped because sending took too long", dropped
+            )
 
         self._metrics.read(read)
 
@@ -103,8 +105,8 @@ class Meters:
 
         def read() -> Iterator[Metric]:
             counters = PrefillCounters() if prefills is None else prefills.counters
-            yield total("prefills_elsewhere", "prompts that another service was asked to compute", counters.prompts)
-            yield total("prefills_failed", "of these, those that failed there", counters.failed)
+            yield total("prefills_elsewhere", "prompts sent to another service for prefill", counters.prompts)
+            yield total("prefills_failed", "of these, prompts that failed there", counters.failed)
 
         self._metrics.read(read)
 
@@ -155,7 +157,7 @@ def _adapter_lists(adapters: Adapters, engine: EngineClient) -> Metric:
         ",".join(sorted(named[number] for number in numbers if number in named))
         for numbers in (state.running_adapters, state.waiting_adapters)
     )
-    about = "LoRA adapters that choices run and wait with, by its labels; the time of the scrape"
+    about = "LoRA adapters of running and waiting choices in labels; the time of the scrape"
     labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     return gauge("lora_requests_info", about, {(str(engine.max_loras), running, waiting): time.time()}, labels)
 
@@ -168,70 +170,74 @@ def _engine(engine: EngineClient) -> Iterator[Metric]:
     if engine.ready is not None:
         weights = engine.ready.weights
         held: dict[tuple[str, ...], float] = {(weights.quantization,): float(weights.bytes)}
-        yield gauge("step_tokens", "tokens of one step at most", engine.ready.step_tokens)
+        yield gauge("step_tokens", "most tokens of a step", engine.ready.step_tokens)
         cache = (str(engine.block_size), str(engine.ready.kv_blocks), str(state.kv_host_blocks_total))
         sizes = ("block_size", "num_gpu_blocks", "num_cpu_blocks")
-        about = "tokens of a KV block, and how many blocks there are on the device and on the host; always 1"
+        about = "block size and numbers of KV blocks on device and host in labels; always 1"
         yield gauge("cache_config_info", about, {cache: 1.0}, sizes)
         waits = engine.ready.waits
-        yield gauge("step_waits", "waits for the GPU that a decode step should not have, as tried at the start", waits)
+        yield gauge("step_waits", "unexpected waits for the GPU in a decode step, from the trial at start-up", waits)
         yield gauge("weight_bytes", "bytes of the decoder's weights on the first rank", held, ["quantization"])
     compiling = float(engine.compiling)
-    yield gauge("kernels_compiling", "1 while kernels are compiled and torch computes in their place", compiling)
-    yield total("kernels_compiled_late", "kernels that steps have waited for on a GPU", engine.late_compiles)
+    yield gauge("kernels_compiling", "1 while kernels are compiled and torch computes instead", compiling)
+    yield total("kernels_compiled_late", "kernels compiled while a step waited on a GPU", engine.late_compiles)
     yield gauge("num_sequences_running", "choices in prefill or decode", state.running)
-    yield gauge("num_sequences_waiting", "choices that the engine has not begun on, or has put back", state.waiting)
-    yield gauge("kv_cache_usage_ratio", "KV blocks that requests hold, of all", share)
-    yield gauge("kv_blocks", "KV blocks in all", state.kv_blocks_total)
+    yield gauge("num_sequences_waiting", "choices not begun or preempted", state.waiting)
+    yield gauge("kv_cache_usage_ratio", "share of KV blocks that requests hold", share)
+    yield gauge("kv_blocks", "total KV blocks", state.kv_blocks_total)
     yield gauge("kv_blocks_used", "KV blocks that requests hold", state.kv_blocks_used)
-    yield gauge("kv_blocks_cached", "KV blocks that no request holds and a prompt can use", state.kv_blocks_cached)
-    yield gauge("kv_host_blocks", "KV blocks that the host's memory has room for", state.kv_host_blocks_total)
-    yield gauge("kv_host_blocks_used", "of these, those that hold one", state.kv_host_blocks_used)
-    yield total("kv_blocks_offloaded", "KV blocks copied to the host's memory", state.kv_blocks_offloaded)
-    yield total("kv_blocks_loaded", "KV blocks copied back from there for a prompt", state.kv_blocks_loaded)
+    yield gauge("kv_blocks_cached", "KV blocks that no request holds and a prompt can reuse", state.kv_blocks_cached)
+    yield gauge("kv_host_blocks", "KV blocks that fit into host memory", state.kv_host_blocks_total)
+    yield gauge("kv_host_blocks_used", "of these, blocks in use", state.kv_host_blocks_used)
+    yield total("kv_blocks_offloaded", "KV blocks copied to host memory", state.kv_blocks_offloaded)
+    yield total("kv_blocks_loaded", "KV blocks copied back from host memory for a prompt", state.kv_blocks_loaded)
     received, lent = (engine.blocks.received_blocks, engine.blocks.lent_blocks) if engine.blocks is not None else (0, 0)
-    yield total("kv_blocks_received", "KV blocks that came from other services", received)
-    yield total("kv_blocks_lent", "KV blocks that went to other services", lent)
-    yield gauge("state_slots", "slots for states of sequences and for snapshots of them", state.state_slots)
-    yield gauge("state_slots_used", "of these, slots that choices have", state.state_slots_used)
-    yield gauge("state_snapshots", "of these, slots that hold a snapshot", state.state_snapshots)
-    yield total("prefix_cache_queries", "prompt tokens looked for in the prefix cache", counters.prefix_query_tokens)
-    yield total("prefix_cache_hits", "prompt tokens found there", counters.prefix_hit_tokens)
-    yield total("engine_deaths", "engines that died, froze or hung, or did not start", engine.deaths)
-    about = "requests that went on in another engine after theirs had ended"
+    yield total("kv_blocks_received", "KV blocks received from other services", received)
+    yield total("kv_blocks_lent", "KV blocks sent to other services", lent)
+    yield gauge("state_slots", "slots for states of sequences and snapshots", state.state_slots)
+    yield gauge("state_slots_used", "of these, slots of running choices", state.state_slots_used)
+    yield gauge("state_snapshots", "of these, slots with a snapshot", state.state_snapshots)
+    yield total("prefix_cache_queries", "prompt tokens looked up in the prefix cache", counters.prefix_query_tokens)
+    yield total("prefix_cache_hits", "prompt tokens found in the prefix cache", counters.prefix_hit_tokens)
+    yield total("engine_deaths", "engines that died, froze, hung or did not start", engine.deaths)
+    about = "requests continued by another engine after theirs died"
     yield total("requests_handed_over", about, engine.handed_over)
-    yield total("num_preemptions", "choices put back to waiting since blocks ran out", counters.preemptions)
-    yield total("prompt_tokens", "prompt tokens taken in", counters.prompt_tokens)
+    yield total("num_preemptions", "choices preempted because KV blocks ran out", counters.preemptions)
+    yield total("prompt_tokens", "prompt tokens admitted", counters.prompt_tokens)
     yield total("generation_tokens", "tokens generated", counters.generated_tokens)
     yield total("engine_steps", "steps of the engine", counters.steps)
-    yield total("engine_graph_steps", "steps that a captured graph computed", counters.graph_steps)
-    yield total("adapter_fills", "times that a LoRA adapter was put into a slot", state.adapter_fills)
+    yield total("engine_graph_steps", "steps computed by a captured graph", counters.graph_steps)
+    yield total("adapter_fills", "LoRA adapters loaded into a slot", state.adapter_fills)
     method = (engine.speculative_method,)
     drafted: dict[tuple[str, ...], float] = {method: counters.draft_tokens} if any(method) else {}
     accepted: dict[tuple[str, ...], float] = {method: counters.accepted_draft_tokens} if any(method) else {}
-    yield total("spec_decode_num_draft_tokens", "drafts that steps verified", drafted, ["method"])
-    yield total("spec_decode_num_accepted_tokens", "drafts that were right", accepted, ["method"])
+    yield total("spec_decode_num_draft_tokens", "draft tokens verified", drafted, ["method"])
+    yield total("spec_decode_num_accepted_tokens", "draft tokens accepted", accepted, ["method"])
 
 
 def _requests(admission: Admission) -> Iterator[Metric]:
-    yield gauge("num_requests_running", "requests whose first token is computed or further", admission.running)
-    yield gauge("num_requests_waiting", "requests that wait, also for their media", admission.waiting)
-    about = "of these, requests with rows still to come from encoders, or to find room"
+    yield gauge("num_requests_running", "requests being computed", admission.running)
+    yield gauge("num_requests_waiting", "requests waiting, including for media", admission.waiting)
+    about = "of these, requests waiting for rows from encoders or for room"
     yield gauge("num_requests_waiting_for_media", about, admission.for_media.requests)
-    yield gauge("waiting_prompt_tokens", "prompt tokens of requests that wait", admission.waiting_tokens)
-    yield total("requests_refused", "requests refused at once, since too much was under way", admission.refused)
+    yield gauge("waiting_prompt_tokens", "prompt tokens of waiting requests", admission.waiting_tokens)
+    yield total("requests_refused", "requests refused at once because the service was full", admission.refused)
 
 
 def _media(encoder_cache: EncoderCache, receiver: RowReceiver, pool: EncoderPool) -> Iterator[Metric]:
     yield gauge("row_cache_bytes", "bytes of embedding rows held", encoder_cache.used_bytes)
-    yield gauge("row_cache_capacity_bytes", "the budget for them", encoder_cache.capacity_bytes)
-    yield total("row_cache_hits", "items whose rows were here already", encoder_cache.counters.hits)
+    yield gauge("row_cache_capacity_bytes", "size limit of the row cache", encoder_cache.capacity_bytes)
+    yield total("row_cache_hits", "items whose rows were in the row cache", encoder_cache.counters.hits)
     received = by_transport(encoder_cache.counters.by_transport)
     yield total("rows_received", "embedding rows received", received, ["transport"])
     yield total("encode_attempts", "streams opened at encoders", receiver.counters.attempts)
-    yield total("encode_retries", "streams that took the place of one that broke", receiver.counters.retries)
+    yield total("encode_retries", "streams that replaced a broken one", receiver.counters.retries)
     known = receiver.counters.headers_known
-    yield total("headers_known", "items laid out by a header from before, without asking an encoder", known)
+    yield total("headers_known", "items whose header was known without asking an encoder", known)
     waiting = len(pool.wait_queue)
-    yield gauge("items_waiting_for_encoders", "items that wait for room, since every encoder is full", waiting)
-    yield gauge("encoders_usable", "encoders that answer and fit", sum(replica.usable for replica in pool.replicas))
+    yield gauge("items_waiting_for_encoders", "items waiting because every encoder is full", waiting)
+    yield gauge(
+        "encoders_usable",
+        "encoders that answer and have the right digest",
+        sum(replica.usable for replica in pool.replicas),
+    )

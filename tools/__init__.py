@@ -1,1 +1,1 @@
-"""What the repository is worked on with: launchers, generators, and the training of the demo model."""
+"""Tools for work on the repository: launchers, generators, and the training of the demo model."""

@@ -1,8 +1,8 @@
 """The whole system on one machine in a minute: what `make demo` runs.
 
 Starts both services on free ports, asks about a drawing and a film over gRPC, streams the answers, asks about the
-drawing again to show the caches at work, and last about a photograph, which this model was not made for. Then it
-shows where the time went, and stops everything. The exit code is 0 if all of that went as it should.
+drawing again to show the caches, and then about a photograph, for which this model was not trained. Then it shows
+where the time went, and stops everything. The exit code is 0 on success.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the demo asks about: a drawing and a short film of our own, and a photograph that scikit-image ships.
+"""The demo's media: a drawing and a short film of our own, and a photograph that scikit-image ships.
 
 python -m tools.demo_media FOLDER      # writes them there: drawing.png, film.mp4, photograph.png
 """

@@ -1,8 +1,8 @@
 """Starts services as child processes, waits until they serve, and stops them.
 
-A service prints `ready grpc=HOST:PORT`, the gateway `ready http=HOST:PORT`, on standard output when it serves, and on
-SIGTERM finishes what it is doing and exits with 0. Children run in sessions of their own, so that a Ctrl-C at the
-terminal reaches only the launcher, which then stops them in order.
+A service prints `ready grpc=HOST:PORT`, the gateway `ready http=HOST:PORT`, on standard output when it serves. On
+SIGTERM it finishes its work and exits with 0. Children run in separate sessions, so that a Ctrl-C at the terminal
+reaches only the launcher, which then stops them in order.
 """
 
 from __future__ import annotations

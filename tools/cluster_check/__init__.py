@@ -1,1 +1,1 @@
-"""The chart in a cluster: installed, asked, scaled, upgraded and killed under load, and removed."""
+"""The chart in a cluster: installed, called, scaled, upgraded and killed under load, and removed."""

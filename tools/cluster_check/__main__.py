@@ -1,8 +1,8 @@
-"""`make cluster-check`: the chart in the cluster that KUBECONFIG names, under load. Ends with 1 if a request failed.
+"""`make cluster-check`: the chart in the cluster of KUBECONFIG, under load. Exits with 1 if a request failed.
 
-It is installed into a name space of its own, with pods as small as values.yaml beside this file says, and callers ask
-all the time (tools/rolling_trial/load.py). Encoders and LLM services are scaled, every pod is replaced by `helm
-upgrade`, and pods are evicted and killed. Then all of it is removed. The image is where the cluster finds it.
+It is installed into its own namespace, with pods as small as in values.yaml beside this file, under constant load
+(tools/rolling_trial/load.py). Encoders and LLM services are scaled, `helm upgrade` replaces every pod, and pods are
+evicted and killed. Then everything is removed. The cluster must have access to the image.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A release of the chart in a name space of its own: kubectl and helm, asked by their command lines."""
+"""A release of the chart in its own namespace, through the command lines of kubectl and helm."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Make `models/demo` again, from nothing to measured: train, export, evaluate. `make demo-model` runs this.
+"""Make `models/demo` again from scratch: train, export, evaluate. `make demo-model` runs this.
 
-A run that was stopped goes on from its last saving. Arguments go to the training, for example `--steps 9000`.
+An interrupted run resumes from its last checkpoint. Arguments go to the training, for example `--steps 9000`.
 """
 
 import subprocess

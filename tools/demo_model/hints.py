@@ -1,12 +1,12 @@
-"""What teaches beside the answers: what each patch shows; a name and a place for each row; where what is named stands.
+"""Auxiliary losses: what each patch shows; a name and a position for each row; the position of what is named.
 
-Names are what makes the decoder learn early to look: a row is asked to lie near the embeddings of the words for what
-its patches show, so that a word in a question finds its row by likeness, and a row's content can be copied out. Places
-are what makes it compare: left to themselves, rows say nothing of where they stand, and the turning of keys alone
-teaches that very slowly. For the same reason the decoder is told what to look for: early, a thing's name has to tell
-where that thing stands, and a row what the picture or frame before showed there; later, the token before a name in an
-answer has to tell where the thing stands that is to be named. The characters of a text are taught like names: without
-that, the second of two alike was left out, and neighbours changed places. Nothing of this is exported.
+Names teach the decoder early to attend to rows: a row must lie near the embeddings of the words for what its patches
+show, so that a word in a question finds its row by similarity, and a row's content can be copied. Positions teach it
+to compare: otherwise rows contain nothing about their position, and rotary keys alone teach that very slowly. The
+decoder has tasks of its own: early, a thing's name must predict the thing's position, and a row what the previous
+picture or frame showed there; later, the token before a name in an answer must predict the position of the thing to be
+named. Characters of a text are trained like names: without that, the second of two equal ones was left out, and
+neighbours were swapped. None of this is exported.
 """
 
 import torch

@@ -1,6 +1,7 @@
-"""What a scene shows and where, as the hints of the training need it: patch by patch, and for each name of a thing.
+"""What a scene shows and where, for the auxiliary losses of the training: for each patch, and for each name of a
+thing.
 
-The exported model has no trace of it.
+The exported model has none of it.
 """
 
 from collections import defaultdict

@@ -1,7 +1,7 @@
-"""A second drawing of the same scenes, as someone else would make it: for measuring only, never for training.
+"""A second, independent renderer of the same scenes: for evaluation only, never for training.
 
 It shares no drawing code with the first: four-fold supersampling, regular polygons, crosses as two bars, fonts of the
-operating system. Where the system has no font but those that training uses, it prints with Pillow's own.
+operating system. If the system has only the fonts of the training, it uses Pillow's own.
 """
 
 import math

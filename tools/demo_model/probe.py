@@ -1,8 +1,8 @@
-"""How far the training is: `python -m tools.demo_model.probe` measures the saved state on unseen scenes in a minute.
+"""Training progress: `python -m tools.demo_model.probe` evaluates the saved state on unseen scenes in a minute.
 
-An answer counts as right when every one of its tokens is the likeliest after the right ones before it, which is when
-greedy decoding gives just that answer. So one pass measures a whole sequence of questions. The figures that are
-published come from `evaluate`, which decodes through the reference or through the services.
+An answer counts as right if every one of its tokens is the most likely after the right ones before it, which is when
+greedy decoding gives that answer. So one pass evaluates a whole sequence of questions. Published figures come from
+`evaluate`, which decodes through the reference or the services.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Train the demo model on scenes made on the fly: `python -m tools.demo_model.train`.
+"""Train the demo model on scenes generated on the fly: `python -m tools.demo_model.train`.
 
 The state (weights, their running average, optimiser, step) is kept in the cache folder and replaced atomically every
-few minutes, so the run may be stopped at any time and goes on from there. The rate stays level and falls to zero over
-the last part of the steps; started again with another number of steps, a run takes the new schedule from where it is.
+few minutes, so a run may be stopped at any time and resumes from there. The learning rate is constant and decays to
+zero over the last part of the steps; a run restarted with another number of steps follows the new schedule from its
+current step.
 
-On a CPU each core runs a rank of its own with one thread, and gradients are summed once a step: on a machine that is
-used for other things too, this is several times quicker than threads that wait for each other thousands of times a
-step.
+On a CPU each core runs its own rank with one thread, and gradients are summed once a step: on a shared machine this is
+several times faster than threads that wait for each other thousands of times a step.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Which of transformers' models are served, and how: tiny random checkpoints of them, and the table of them all."""
+"""Which of transformers' models are served, and how: tiny random checkpoints of them, and the table of all."""

@@ -1,9 +1,9 @@
-"""The table of all models that the installed transformers has, and how each is served: `python -m tools.models PAGE`.
+"""The table of all models of the installed transformers, and how each is served: `python -m tools.models PAGE`.
 
-It is made by a run: what a family serves is known; of everything else a small model is made and tried, and where there
-is a recipe for a checkpoint, both services answer from it as transformers does. Rows are kept as they are found, in a
-file of JSON lines beside the build's other products, and a run goes on where the last one stopped. They go among the
-rows that the page has, of which those of an earlier release of transformers say so.
+A run finds out: models with a family are known; for every other a small model is made and tried, and if there is a
+recipe for a checkpoint, both services must answer from it as transformers does. Results are kept in a file of JSON
+lines in the build folder, and an interrupted run resumes. They are merged with the rows of the page; rows of an
+earlier release of transformers say so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kinds that a family of ours serves: their tiny checkpoints, which the tests make, and what they take."""
+"""Kinds with a family of ours: their tiny checkpoints, which the tests make, and the media that they take."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whose towers CUDA graphs can hold: `python -m tools.models.graphs [KIND …]` captures small models' on a CPU, where a
-replay does a pass's operators again, and compares rows of other items to the bit."""
+"""Towers that CUDA graphs can capture: `python -m tools.models.graphs [KIND …]` captures small models on a CPU, where
+a replay runs a pass's operators again, and compares rows of other items to the bit."""
 
 from __future__ import annotations
 

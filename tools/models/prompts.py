@@ -1,4 +1,4 @@
-"""What models are asked as they are compared: texts, pictures, videos and sounds."""
+"""Prompts for the comparison of models: texts, pictures, videos and sounds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints with weights of 8 bits that are made to be multiplied with inputs of as many, in the format that
-llm-compressor writes (compressed-tensors, W8A8)."""
+"""Checkpoints with 8-bit weights for products with 8-bit inputs, in llm-compressor's format (compressed-tensors,
+W8A8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chart's autoscalers would do: Kubernetes' rule, every 15 s, over the metrics that the services export."""
+"""The chart's autoscalers, simulated: Kubernetes' rule, every 15 s, over the metrics that the services export."""
 
 from __future__ import annotations
 

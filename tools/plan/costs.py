@@ -1,4 +1,4 @@
-"""What the stages of a request cost, as `python -m tools.plan measure` finds it on a pair that runs."""
+"""Costs of a request's stages, as `python -m tools.plan measure` measures them on a running pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures costs on a pair that runs, and asks it what a workload does, for comparison with the simulation."""
+"""Measures costs on a running pair, and runs a workload on it, for comparison with the simulation."""
 
 from __future__ import annotations
 

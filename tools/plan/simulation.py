@@ -1,7 +1,7 @@
-"""Requests on their way through encoders and LLM services, event by event.
+"""Discrete-event simulation of requests through encoders and LLM services.
 
-Whatever computes is a task with so many seconds of work. Tasks of one host share its cores: with more tasks than cores
-all are slower alike (processor sharing). Where every service has a host of its own, cores do not bind.
+All computation is tasks with seconds of work. Tasks of one host share its cores: with more tasks than cores all slow
+down equally (processor sharing). If every service has its own host, cores do not limit.
 """
 
 from __future__ import annotations

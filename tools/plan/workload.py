@@ -1,4 +1,4 @@
-"""What is asked for: requests and when they come."""
+"""The workload: requests and their arrival times."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`make rolling-trial`: compose.yaml with replicas, under load, scaled and upgraded. Ends with 1 if a request failed.
+"""`make rolling-trial`: compose.yaml with replicas, under load, scaled and upgraded. Exits with 1 if a request failed.
 
-Two encoders, two LLM services and two gateways are brought up as a project of its own; callers ask all the time
-(tools/rolling_trial/load.py). Encoders go from 2 to 1, 3 and 1; then every replica of everything is replaced by one of
-another image, encoders first, gateways last. The image is there: `docker compose build`, or `podman build`.
+Two encoders, two LLM services and two gateways run as a separate project, under constant load
+(tools/rolling_trial/load.py). Encoders go from 2 to 1, 3 and 1; then every replica is replaced by one of another
+image, encoders first, gateways last. The image must exist: `docker compose build`, or `podman build`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What trials of a deployment under load share: what became of requests, and whether its parts know each other."""
+"""Shared by deployment trials under load: the outcome of requests, and whether all parts have found each other."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What callers do meanwhile: they ask about pictures, through gateways by HTTP and at LLM services by gRPC.
+"""The load: callers that ask about pictures, through gateways by HTTP and at LLM services by gRPC.
 
-It runs in a container of the image, in the network of the deployment, and imports nothing that the image has not. First
-a drawing must be named rightly. Then a request in two is about a new picture; the others are about a few whose answers
-were noted at the start, which must stay the same. Standard output has a JSON object for each request; the end of
-standard input ends the load.
+It runs in a container of the image, in the network of the deployment, and imports only what the image has. First a
+drawing must be named correctly. Then every second request has a new picture; the others repeat a few whose answers
+were recorded at the start and must not change. Standard output has a JSON object for each request; the end of standard
+input ends the load.
 """
 
 from __future__ import annotations
