@@ -20,6 +20,9 @@ from encoder_service.engine.device_pool import Slice
 _PART = 256 << 20
 """Bytes that are given back to the system at a time."""
 
+_AT_ONCE = 1024
+"""Entries that are flushed in one turn of the loop: of many thousands all together take a second or more."""
+
 _SEARCHES = 4
 """Searches of the store for the first waiter, after which room is reserved for it. Each takes milliseconds of the loop
 with ten thousand entries, and there is one for each turn of the loop in which something was freed."""
@@ -215,11 +218,20 @@ class EmbeddingStore:
 
     def flush(self) -> tuple[int, int]:
         """Forgets every entry that no one is reading: how many, and their bytes."""
-        gone = [entry for entry in self._entries.values() if not entry.pins]
-        for entry in gone:
-            self._drop(entry.span.offset)
-        self._serve_soon()
-        return len(gone), sum(entry.span.size for entry in gone)
+        entries, sizes = zip(*self.flush_in_parts(), (0, 0), strict=True)
+        return sum(entries), sum(sizes)
+
+    def flush_in_parts(self, most: int = _AT_ONCE) -> Iterator[tuple[int, int]]:
+        """As `flush`, of at most so many entries before each time that it yields: how many they were, and their bytes.
+        In between others may use the store."""
+        starts = self._ranges.starts[::-1]  # from the first on, each would move all those behind it in lists
+        for at in range(0, len(starts), most):
+            found = (self._at.get(start) for start in starts[at : at + most])
+            gone = [entry.span for entry in found if entry is not None and not entry.pins]
+            for span in gone:
+                self._drop(span.offset)
+            self._serve_soon()
+            yield len(gone), sum(span.size for span in gone)
 
     async def shrink(self) -> None:
         """Returns all free memory to the system, part by part, in a thread. A part is taken meanwhile, so that nobody

@@ -149,9 +149,12 @@ class EncoderEngine:
     async def flush(self) -> tuple[int, int]:
         """Drops all entries that nobody reads: returns how many entries and bytes. Their memory has been returned to
         the system afterwards, unless a NIXL agent has it registered."""
-        flushed = self._store.flush()
+        entries = size = 0
+        for some, of_them in self._store.flush_in_parts():
+            entries, size = entries + some, size + of_them
+            await asyncio.sleep(0)
         await self._store.shrink()
-        return flushed
+        return entries, size
 
     def check_integrity(self) -> None:
         """Raises AssertionError if its parts disagree."""

@@ -293,8 +293,9 @@ class EncoderCache:
     def flush(self) -> int:
         """Drops all cached entries that no request uses; the bytes freed."""
         before = self.used_bytes
-        for key in list(self._idle):
-            self._drop(self._entries[key])
+        idle = {self._entries[key].place.offset for key in self._idle}
+        for offset in sorted(idle, reverse=True):  # in any other order each would move those behind it in lists
+            self._drop(self._at[offset])
         self._freed.set()
         return before - self.used_bytes
 

@@ -318,6 +318,20 @@ async def test_a_flush_leaves_what_is_being_read(store):
     assert store.used == 0
 
 
+async def test_others_use_the_store_between_the_parts_of_a_flush(store):
+    for key in (b"a", b"b", b"c", b"d"):
+        await put(store, key, 2)
+    parts = store.flush_in_parts(2)
+    assert next(parts) == (2, 4 * ROW)
+    assert [key for key in (b"a", b"b", b"c", b"d") if store.has(key, "")] == [b"a", b"b"]
+    await put(store, b"e", 2)
+    with store.pinned(store.find(b"a", "").allocation):
+        assert list(parts) == [(1, 2 * ROW)]
+    assert [store.has(key, "") for key in (b"a", b"b", b"e")] == [True, False, True]
+    assert store.flush() == (2, 4 * ROW)
+    store.check_idle()
+
+
 async def test_memory_is_given_back_by_a_thread_while_nobody_else_has_it(store, monkeypatch):
     kept = await put(store, b"a", 2)
     store.buffer.slice(kept.span)[:] = b"\1" * kept.span.size
