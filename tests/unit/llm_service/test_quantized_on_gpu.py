@@ -94,6 +94,18 @@ def test_groups_of_the_sizes_that_checkpoints_have(weight: QuantizedWeight, tile
     check(laid_out, weight.wide(), rows)
 
 
+@pytest.mark.parametrize("largest", [1.5, 448.0])
+def test_weights_in_small_groups_lose_nothing_in_float16(largest: float) -> None:
+    """Which has fewer exponents than a product of a number and its scale may have."""
+    weight = random_weight(Number.E2M1, 72, 160, columns=16, scale=torch.float8_e4m3fn)
+    scales = (torch.rand(weight.scale.shape) * largest).to(torch.float8_e4m3fn)
+    weight = replace(weight, scale=scales)
+    x = torch.randn(7, 160).half()
+    expected = x.double() @ weight.wide().double().T
+    given = on_gpu(weight).product(x.to(DEVICE)).cpu().double()
+    assert (given - expected).norm() / expected.norm() < 5e-4
+
+
 def test_a_long_sum_of_few_rows_is_split_alike_for_any_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch_for(1, 4096, 4096, 128) == launch_for(16, 4096, 4096, 128)
     assert [launch_for(1, *sides, 128).splits for sides in ((4096, 4096), (1024, 4096), (64, 8192))] == [4, 4, 8]
