@@ -83,14 +83,18 @@ class Choice:
         delta.turns = self.words.take_turns()
         return delta, ended
 
-    def complete(self, ended: str) -> str:
-        """Why the choice ends, if the engine reports that its earlier output `ended` it."""
-        self.text.finish()
+    def complete(self, ended: str) -> tuple[Delta, str]:
+        """The rest of the text, and why the choice ends, if the engine reports that its earlier output `ended` it. A
+        caller who resumed it has the text; one whose request was handed over to an engine with less room has not."""
+        delta, text = Delta(self.index), self.text.finish()
+        if self.tokens > len(self.resumed):
+            delta.text = self.words.push(text) + self.words.finish()
+            delta.turns = self.words.take_turns()
         if self.text.stopped is not None:
-            return "stop"
+            return delta, "stop"
         if ended == "stop" and self.resumed:
             self._ends_with(self.resumed[-1])
-        return ended
+        return delta, ended
 
     def _ends_with(self, token: int) -> None:
         self.stop_token = token if token in self.stop_token_ids else None
@@ -109,6 +113,8 @@ def together(
                 yield PromptLogprobs(event.id, event.first + begin, event.logprobs[begin : begin + most])
             continue
         if not isinstance(event, Token):
+            if isinstance(event, Complete) and (before := waiting.pop(event.choice, None)):
+                yield before
             yield event
             continue
         tokens = waiting.setdefault(event.choice, [])

@@ -373,12 +373,12 @@ class Generator:
                         self._prefixes.remember(layout, request.prefix_space)
                         yield Embedded(event.values, _since_arrival(stages, media))
                         return
-                    case Complete():
-                        ends[event.choice] = choices[event.choice].complete(event.ended)
+                    case Complete() if choice := choices.get(event.choice):
+                        rest, ends[choice.index] = choice.complete(event.ended)
+                        if rest.text or rest.turns:
+                            yield rest
                     case list() as tokens if choice := choices.get(tokens[0].choice):
-                        if choice.tokens == len(choice.resumed):
-                            stages.mark("first_token")
-                            self._prefixes.remember(layout, request.prefix_space)
+                        self._note_first_token(choice, request, layout, stages)
                         delta, ended = choice.add(tokens)
                         yield delta
                         if ended and not tokens[-1].ended:
@@ -393,6 +393,12 @@ class Generator:
             yield begin
         for index, ended in ends.items():
             yield _ended(choices[index], ended, stages, media)
+
+    def _note_first_token(self, choice: Choice, request: Request, layout: PromptLayout, stages: Stages) -> None:
+        """New tokens of a choice are here; if they are its first, its prompt has been computed."""
+        if choice.tokens == len(choice.resumed):
+            stages.mark("first_token")
+            self._prefixes.remember(layout, request.prefix_space)
 
 
 def _is_computed_whole(request: Request) -> bool:

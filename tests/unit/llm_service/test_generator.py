@@ -419,6 +419,41 @@ async def test_a_caller_who_is_behind_gets_what_has_come_since_as_one_delta_of_e
         assert b'test_inter_token_latency_seconds_bucket{le="0.3"} 0.0\n' in told, "no token came at no time"
 
 
+@pytest.mark.parametrize(
+    ("output", "text", "reason"), [("ab!", "ab!", "length"), ("ab!?", "ab", "stop")], ids=["its beginning", "all of it"]
+)
+async def test_an_answer_that_the_next_engine_has_no_room_for_is_told_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, builder: PromptBuilder, output: str, text: str, reason: str
+) -> None:
+    """Its caller is behind, and has read nothing of what the first engine said, which ends with a stop text."""
+    large, small = ScriptedEngine(), ScriptedEngine()
+    front = front_of(monkeypatch, large, small, handover_seconds=60)
+    async with bench(ScriptedEncoder()) as b, serving(front) as starting:
+        large.serves(max_context=1000)
+        await starting
+        patient = replace(asked(), sampling=SamplingParams(max_tokens=9), stop=("!?",), max_handovers=1)
+        events = generator(b, front, builder.tokenizer).generate(patient)
+        reading = asyncio.ensure_future(anext(events))
+        await eventually(lambda: large.told(Add))
+        (add,) = large.told(Add)
+        large.says(Started(add.id, 0))
+        assert isinstance(await reading, Begun)
+        said = [builder.encode(letter)[0] for letter in output]
+        large.says(Tokens([Token(add.id, 0, token, "") for token in said], 1.0))
+        large.dies()
+        small.serves(max_context=13)
+        await eventually(lambda: small.told(Add))
+        small.says(Complete(add.id, 0, "length"))
+        small.says(last := Beat(State()))
+        await eventually(lambda: front.latest is last.state)
+        deltas, ended = [], []
+        async for event in events:
+            (deltas if isinstance(event, Delta) else ended).append(event)
+        assert [token for delta in deltas for token in delta.tokens] == said
+        assert "".join(delta.text for delta in deltas) == text
+        assert [(each.reason, each.completion_tokens) for each in ended] == [(reason, len(output))]
+
+
 def test_a_delta_never_holds_more_tokens_than_a_message_has_room_for() -> None:
     events = [Started(1, 0), *(Token(1, number % 2, number, "") for number in range(10)), Complete(1, 2, "stop")]
     started, *runs, complete, first, second = together(events, most=3)
