@@ -1,4 +1,4 @@
-"""What a layer keeps of sequences between steps: keys and values of every token, or one state of a fixed size."""
+"""What a layer keeps of sequences between steps: keys and values of every token, or one state of fixed size."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from llm_service.settings import CacheDtype
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Keys and values of every token, in the blocks of a sequence's table; `kind` is how a layer attends to them. Where
-    `values_in_keys` is not 0 no values are kept: they are the first so many numbers of the keys."""
+    """Keys and values of every token, in the blocks of a sequence's table; `kind` is how a layer attends to them. If
+    `values_in_keys` is not 0, values are the first so many numbers of the keys."""
 
     heads: int
     kv_heads: int
@@ -29,9 +29,9 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """Tensors of these shapes and types for each sequence, however long it is. They lie in the sequence's slot.
+    """Tensors of these shapes and types for each sequence, of any length, in the sequence's slot.
 
-    A sequence that is cut at multiples of `chunk` tokens gives the same bits as the whole.
+    A sequence cut at multiples of `chunk` tokens gives the same bits as the whole.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -43,22 +43,22 @@ class SequenceState:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
     def new_cache(self, slots: int, device: torch.device) -> StateCache:
-        """States for so many sequences; what is in them means nothing until it is written."""
+        """States for so many sequences, not initialised."""
         return StateCache([torch.empty(slots, *shape, dtype=dtype, device=device) for shape, dtype in self.tensors])
 
 
 @dataclass(frozen=True, slots=True)
 class SharedKV:
-    """None of its own: the keys and values of an earlier `layer`, counted from 0, to which it attends alike."""
+    """The layer uses the keys and values of an earlier `layer`, counted from 0, and attends alike."""
 
     layer: int
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedKV:
-    """Keys and values, a layer's own or an earlier one's, and an index key of so many numbers of every token, in the
-    same blocks: by these it chooses the tokens that it attends to (`sparse_attention.index`). Of 0: it keeps none, and
-    attends to those that an earlier layer chose."""
+    """Keys and values, the layer's own or an earlier one's, and an index key of so many numbers for every token, in the
+    same blocks, by which it chooses the tokens that it attends to (`sparse_attention.index`). 0: it keeps none, and
+    attends to what an earlier layer chose."""
 
     kv: PagedKV | SharedKV
     index_dim: int
@@ -84,8 +84,8 @@ def read_by(specs: Sequence[CacheSpec]) -> list[PagedKV | SequenceState]:
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Tokens [begin, end) of the batch belong to the sequence whose state is in `slot`; `fresh`: they are its first.
-    The state behind them goes to the slot `copy` as well, if that is not -1; the next segment may go on from it.
-    `context` tokens of the sequence are before them. `answers` is as in `plan.Chunk`."""
+    The state behind them is copied to slot `copy`, unless that is -1; the next segment may continue from it. `context`
+    tokens of the sequence precede them. `answers` is as in `plan.Chunk`."""
 
     begin: int
     end: int
@@ -123,13 +123,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """One layer's states, each tensor [slots, …]. A slot is never read before its sequence has written it:
-    whoever had it before has left numbers there."""
+    """One layer's states, each tensor [slots, …]. A slot is never read before its sequence has written it: it may
+    contain another sequence's numbers."""
 
     tensors: list[Tensor]
 
     def read(self, segment: Segment) -> list[Tensor]:
-        """The state that a segment goes on with, of the spec's shapes: zeros where a sequence begins."""
+        """The state that a segment continues from, in the spec's shapes: zeros if a sequence begins."""
         if segment.fresh:
             return [torch.zeros_like(each[segment.slot]) for each in self.tensors]
         return [each[segment.slot] for each in self.tensors]
@@ -157,11 +157,11 @@ class IndexedCache:
 
 
 LayerCache = Tensor | IndexedCache | StateCache
-"""What a layer is handed: its part of a paged cache, with index keys where it has any, or its states."""
+"""A layer's cache: its part of a paged cache, with index keys if it has any, or its states."""
 
 
 def slot_bytes(specs: Sequence[CacheSpec]) -> int:
-    """Bytes of one sequence's states over all layers; 0 where no layer has any."""
+    """Bytes of one sequence's states over all layers; 0 if no layer has any."""
     return sum(spec.slot_bytes for spec in specs if isinstance(spec, SequenceState))
 
 
@@ -200,8 +200,8 @@ def layer_caches(
     slots: int,
     device: torch.device,
 ) -> list[LayerCache]:
-    """What each layer is handed: its part of the `paged` cache of its kind, whose shapes are these, of that type and on
-    that device; index keys are made beside it, and states for so many sequences."""
+    """Each layer's cache: its part of the `paged` cache of its kind, with these shapes; index keys and states for so
+    many sequences are allocated here, in that type and on that device."""
     parts, made = {kind: iter(cache) for kind, cache in paged.items()}, list[LayerCache]()
     for spec, kind in zip(specs, read_by(specs), strict=True):
         if isinstance(kind, SequenceState):

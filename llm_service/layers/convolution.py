@@ -1,5 +1,5 @@
-"""Causal convolutions of a few tokens, each number of a token by itself, by torch's operators: what a sequence's state
-is for them, and which tokens of a step go on from which."""
+"""Causal depthwise convolutions over a few tokens, by torch's operators: their states, and which tokens of a step
+continue from which."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llm_service.layers.cache_spec import Segment
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Tokens that are computed one by one, each of another sequence: `rows` int64 [s] in the batch, `slots` int64 [s]
+    """Tokens computed one by one, each of another sequence: their `rows` int64 [s] in the batch, the `slots` int64 [s]
     of their states, and whether each is its sequence's first, bool [s]."""
 
     rows: Tensor
@@ -32,15 +32,15 @@ class Steps:
         return [cls(rows, slots, fresh.bool()) for rows, slots, fresh in to_device(tables, device)]
 
     def read(self, pool: Tensor) -> Tensor:
-        """The states [s, …] of a pool [slots, …], zeros for those that begin: what is in their slots may be no
-        number."""
+        """The states [s, …] of a pool [slots, …], zeros for sequences that begin, whose slots may contain NaNs."""
         states = pool[self.slots]
         return states.masked_fill_(self.fresh.view(-1, *[1] * (pool.dim() - 1)), 0)
 
 
 def convolve_run(x: Tensor, before: Tensor, weight: Tensor, apart: int = 1) -> tuple[Tensor, Tensor]:
     """A run: x [m, channels] behind the tokens [channels, (width − 1) · apart], weight [channels, width], of tokens
-    that are so far `apart` → [m, channels], and the last tokens, as those before. Sums are float32."""
+    that are `apart` positions apart → [m, channels], and the last tokens, in the form of those before. Sums are
+    float32."""
     count, every, by_place = len(x), torch.cat([before.t(), x]), weight.t().float().contiguous()
     total = every[:count].float() * by_place[0]
     for place in range(1, len(by_place)):

@@ -101,9 +101,9 @@ FEED_FORWARDS: dict[FeedForwardKind, Callable[[LayerKind, TextConfig, TensorGrou
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer, made of what its kind says. What its mixer and its feed-forward part give is normed before it
-    is added where the family has norms for that. `beside` adds experts to what a dense part gives, and `end` has
-    what comes behind all that."""
+    """One decoder layer of the parts that its kind describes. Outputs of the mixer and of the feed-forward part are
+    normed before they are added if the family has norms for that. `beside` adds experts to the output of a dense part,
+    and `end` is what follows everything."""
 
     compiled: ClassVar[tuple[str, ...]] = ("before", "after")
     """Methods that are for each token alone."""
@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def companion(self) -> CachedPart | None:
-        """What keeps something of sequences beside the mixer, if anything does."""
+        """The part besides the mixer that keeps something of sequences, if any."""
         return None
 
     def forward(
@@ -145,10 +145,10 @@ class DecoderLayer(nn.Module):
         kept: HandedOn | None = None,
         beside: tuple[Any, Any] | None = None,  # noqa: ARG002 - it has no companion
     ) -> tuple[Tensor, Tensor | None]:
-        """[n, hidden], and what is to be added to it, if there is anything → the same, not added either, so that the
-        next norm does both at once. With `places` int64 [m], what follows the mixer is computed for those alone.
-        `cache` and `batch` are what the mixer takes; `given` [n, width] are inputs of the layer's own. `kept` is where
-        layers leave what later ones share, where any do. `beside` are the cache and the batch of its companion."""
+        """Hidden states [n, hidden] and the residual to add, if any → the same two, not added yet, so that the next
+        norm does both at once. With `places` int64 [m], everything behind the mixer is computed for these only. `cache`
+        and `batch` are the mixer's; `given` [n, width] are per-layer inputs. `kept` is where layers leave what later
+        ones share. `beside` are the cache and the batch of its companion."""
         residual, inputs = self.before(x, residual, rotary)
         mixed = self.mixed(inputs, cache, batch, kept)
         if places is not None:
@@ -159,8 +159,8 @@ class DecoderLayer(nn.Module):
         return self.end(residual + out, given if given is None or places is None else given[places]), None
 
     def mixed(self, inputs: tuple[Tensor, ...], cache: Any, batch: Any, kept: HandedOn | None) -> Tensor:
-        """What the mixer makes of what it projects. A layer that shares keys and values writes those that are `kept`
-        into their cache again."""
+        """The mixer's output for what it projects. A layer that shares keys and values writes those in `kept` into
+        their cache again."""
         if isinstance(self.mixer, SparseLatentAttention):
             return self.mixer.mix(inputs, cache, batch, kept)
         if kept is not None and self._shares:
@@ -170,16 +170,16 @@ class DecoderLayer(nn.Module):
         return self.mixer.mix(inputs, cache, batch)
 
     def use_arrays(self, arrays: Any) -> None:
-        """Has what is before and after the mixer computed by methods of the same names, on a CPU."""
+        """Has the parts before and after the mixer computed by methods of the same names, on a CPU."""
         self.arrays, self.before, self.after = arrays, arrays.before, arrays.after  # type: ignore[method-assign]
 
     def before(self, x: Tensor, residual: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """[n, hidden] each → their sum, and what is mixed."""
+        """[n, hidden] each → their sum, and the mixer's input."""
         residual, normed = self.mixer_in_norm.after_adding(x, residual)
         return residual, self.mixer.project(normed, rotary)
 
     def after(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, hidden], and this rank's part of what the mixer gives → [n, hidden] twice, to be added."""
+        """[n, hidden], and this rank's part of the mixer's output → [n, hidden] twice, still to be added."""
         joined = self.mixer.join(mixed)
         if self.mixer_out_norm is not None:
             joined = self.mixer_out_norm(joined)
@@ -191,8 +191,8 @@ class DecoderLayer(nn.Module):
 
 
 class ParallelLayer(DecoderLayer):
-    """One whose feed-forward part is given what its mixer is, so that neither waits for the other (Wang and Komatsuzaki
-    2021, GPT-J)."""
+    """A layer whose feed-forward part has the same input as its mixer, so that neither waits for the other (Wang and
+    Komatsuzaki 2021, GPT-J)."""
 
     def after(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer.after`."""

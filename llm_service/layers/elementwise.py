@@ -1,7 +1,8 @@
-"""Functions of each number alone, whose digits do not depend on its place, and so not on a token's company.
+"""Elementwise functions whose bits do not depend on a number's position, and so not on other tokens in the batch.
 
-Torch's exp, log1p and tanh are such. Its sigmoid, silu, softplus and gelu of float32 numbers on a CPU are not: those
-that fill no vector at the end of a thread's share are computed by another formula."""
+Torch's exp, log1p and tanh are such. Its sigmoid, silu, softplus and gelu of float32 on CPUs are not: numbers that do
+not fill a vector at the end of a thread's share are computed by another formula.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class MLP(nn.Module):
         fused: bool = False,
         stored_as: str = "",
     ) -> None:
-        """With `fused` a checkpoint has gate and up as one matrix, one below the other; `stored_as` is what it calls
-        the whole, where that is not what the module with it does."""
+        """With `fused` a checkpoint has gate and up in one matrix, stacked; `stored_as` is the name of the whole, if it
+        differs from the module's."""
         super().__init__()
         if stored_as:
             self.stored_as = stored_as
@@ -66,8 +66,8 @@ class MLP(nn.Module):
 
 
 class CutMLP(MLP):
-    """One of whose gates those count that are above so many deviations from their mean, over all ranks, less that: what
-    a `share` of normal numbers are below (Lu et al. 2025, Spark Transformer)."""
+    """Keeps only gates that exceed their mean by so many standard deviations, over all ranks, less that threshold: a
+    `share` of normal numbers is below it (Lu et al. 2025, Spark Transformer)."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class SquaredMLP(nn.Module):
         return out
 
     def between(self, x: Tensor) -> Tensor:
-        """What is between the products, [n, inner] → the same."""
+        """The part between the products, [n, inner] → the same."""
         return squared_relu(x)
 
     def forward(self, x: Tensor) -> Tensor:

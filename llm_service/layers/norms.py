@@ -16,8 +16,8 @@ from llm_service.model_config.text import TextConfig
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension (Zhang and Sennrich 2019).
 
-    Where it is `zero_centred` a checkpoint has the weight less 1. The sum needs more digits than 16 bits have; a
-    `long_gain` has them as well. `stored_as` is its name in a checkpoint, if that is not its attribute's.
+    If it is `zero_centred`, a checkpoint stores the weight less 1. The sum needs more digits than 16 bits have; with
+    `long_gain` it keeps them. `stored_as` is its name in a checkpoint, if it differs from its attribute's.
     """
 
     ops: RowOps = TORCH
@@ -51,8 +51,7 @@ class RMSNorm(nn.Module):
         eps: float | None = None,
         last: bool = False,
     ) -> Self:
-        """One of a decoder's, with the eps that its configuration states, unless it is given; `last`: behind all
-        layers."""
+        """A norm of a decoder, with the configuration's eps, unless given; `last`: the final norm."""
         whole = last and config.family.norms.plain_final
         zero_centred = config.family.norms.zero_centred and not whole
         long_gain = config.family.norms.float32_weights or whole
@@ -71,21 +70,21 @@ class RMSNorm(nn.Module):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x: Tensor, more: Tensor | None) -> Pair:
-        """[n, size] each → their sum, and its norm; of x alone where there is no more."""
+        """[n, size] each → their sum, and its norm; of x alone if there is nothing to add."""
         if more is None:
             return x, self(x)
         return self.ops.add_rms_norm(x, more, self.weight, self.eps)
 
 
 class PlainNorm(RMSNorm):
-    """One without a weight, which is 1."""
+    """A norm without a weight."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, **given: Any) -> None:
         super().__init__(size, eps, dtype, **given)
         self.weight.fill_(1.0)
 
     def targets(self, _: str) -> dict[str, Place]:
-        """There are none."""
+        """It has no tensors."""
         return {}
 
 
@@ -122,7 +121,7 @@ class BiasedLayerNorm(LayerNorm):
 
 
 class Unnormed(nn.Module):
-    """Stands where a layer has no norm."""
+    """Takes the place of a missing norm."""
 
     def after_adding(self, x: Tensor, more: Tensor | None) -> Pair:
         """[n, size] each → their sum, twice."""
@@ -133,7 +132,7 @@ class Unnormed(nn.Module):
 def norm_of(
     config: TextConfig, dtype: torch.dtype, stored_as: str = "", *, eps: float | None = None, last: bool = False
 ) -> RMSNorm:
-    """One of what a decoder's layers hand on, of its family's kind; see `RMSNorm.of`."""
+    """The norm of a decoder's hidden states, of its family's kind; see `RMSNorm.of`."""
     kind = RMSNorm
     if config.family.norms.layer_norm:
         kind = BiasedLayerNorm if config.family.norms.biases else LayerNorm

@@ -1,4 +1,4 @@
-"""Layers that are one part alone, a mixer or a feed-forward part, behind a norm: two of them are what others have as
+"""Layers with a single part, a mixer or a feed-forward part, behind a norm: two of them make up what others have in
 one."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MixerLayer(nn.Module):
         places: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """See `DecoderLayer.forward`; there are no inputs of the layer's own, and no shared keys."""
+        """See `DecoderLayer.forward`; without per-layer inputs and shared keys."""
         residual, inputs = self.before(x, residual, rotary)
         mixed = self.mixer.mix(inputs, cache, batch)
         return self.after(residual, mixed) if places is None else self.after(residual[places], mixed[places])

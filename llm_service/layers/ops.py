@@ -1,5 +1,5 @@
-"""What a decoder does to its rows between two products: norms, rotary positions, gates, routes to experts; and who does
-it, torch's operators or a device's kernels."""
+"""Operations on rows between products: norms, rotary positions, gates, routing to experts; by torch's operators or a
+device's kernels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Routes(NamedTuple):
-    """Rows sorted by expert, the n · per_token that they are with one for each choice: `rows` [m] are where they come
-    from, `places` [m] where each choice's row is, `ends` int32 [experts] behind which row each expert's end. Rows of
-    experts that another rank has are behind all others, and of their choices the place is −1."""
+    """Rows sorted by expert, n · per_token of them, one for each choice: `rows` [m] are where they come from, `places`
+    [m] where each choice's row is, `ends` int32 [experts] the end of each expert's rows. Rows of experts on other ranks
+    are behind all others, and the place of their choices is −1."""
 
     rows: Tensor
     places: Tensor
@@ -28,30 +28,29 @@ class RowOps(Protocol):
     """Done by `TorchOps`, by Triton's kernels (`gpu.row_ops`) or by numba's (`cpu.row_kernels.NumbaOps`)."""
 
     def rms_norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        """x [n, size], whose rows may be apart, over the root of each row's mean square, times gain [size] → [n, size].
-        Computed in float32, returned in the type of x, to which it is rounded before a gain of that type, and after a
-        gain in float32."""
+        """x [n, size], whose rows may be strided, divided by each row's root mean square, times gain [size] → [n,
+        size]. Computed in float32, returned in the type of x, rounded before a gain of that type, and after a float32
+        gain."""
         ...
 
     def add_rms_norm(self, x: Tensor, more: Tensor, gain: Tensor, eps: float) -> Pair:
-        """x and more [n, size], of one type → their sum, in that type, and what `rms_norm` gives of it."""
+        """x and more [n, size], of one type → their sum in that type, and its `rms_norm`."""
         ...
 
     def qk_norm_rotary(
         self, x: Tensor, rotary: tuple[Tensor, ...], queries: int, keys: int, gains: Pair | None, eps: float
     ) -> Tensor:
-        """Rotates the first heads of x [n, queries + keys or more, head_dim] by the angles of each token → [n, queries
-        + keys, head_dim].
+        """Rotates the first heads of x [n, queries + keys or more, head_dim] by each token's angles → [n, queries +
+        keys, head_dim].
 
-        `rotary` is cosine and sine, [n, 1, rotary_dim] each, in the type of x; what of a head is behind rotary_dim
-        stays as it is. With `gains`, [head_dim] for queries and for keys, each head is first normed, as `rms_norm`
-        does.
+        `rotary` is cosine and sine, [n, 1, rotary_dim] each, in the type of x; the rest of a head beyond rotary_dim
+        stays. With `gains`, [head_dim] for queries and for keys, each head is first normed, as by `rms_norm`.
         """
         ...
 
     def silu_and_mul(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
-        """x [n, 2 · inner] → silu(first half) · second half, [n, inner]. With the `ends` of `Routes` rows behind the
-        last of them may be left as anything."""
+        """x [n, 2 · inner] → silu(first half) · second half, [n, inner]. With the `ends` of `Routes`, rows behind the
+        last may stay undefined."""
         ...
 
     def gelu_and_mul(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
@@ -59,18 +58,18 @@ class RowOps(Protocol):
         ...
 
     def route(self, logits: Tensor, per_token: int) -> Pair:
-        """logits [n, experts] → weights of the likeliest experts of each row, in the type of the logits, which sum up
-        to 1, and which these are, integers; [n, per_token] each. The softmax is one in float32."""
+        """logits [n, experts] → weights of the likeliest experts of each row, in the type of the logits and summing to
+        1, and their numbers; [n, per_token] each. The softmax is computed in float32."""
         ...
 
     def sort_by_expert(self, chosen: Tensor, experts: int, own: slice | None = None) -> Routes:
-        """Of what `route` chose; rows of one expert stay in order. This rank has the `own` of all experts, None: it has
-        all. Nothing is asked of the device, so that this can be captured."""
+        """Sorts the choices of `route`; rows of one expert stay in order. This rank has the `own` of all experts, None:
+        all. Nothing is read from the device, so that this can be captured."""
         ...
 
     def weighted_sum(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         """x [m, hidden], sorted by expert → [n, hidden]: for each row of weights [n, per_token] the sum of its choices'
-        rows, each times its weight, in the order of the choices. One whose place is −1 adds nothing."""
+        rows, each times its weight, in the order of the choices. A choice with place −1 adds nothing."""
         ...
 
 

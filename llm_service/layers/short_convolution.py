@@ -1,4 +1,5 @@
-"""A gated short convolution as a layer's mixer: out(C · convolve(B · x)), where B, C and x are a token's own."""
+"""A gated short convolution as a layer's mixer: out(C · convolve(B · x)), where B, C and x are projections of a
+token."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from llm_service.model_config.text import TextConfig
 
 
 class Convolves(Protocol):
-    """A batch, whoever computes it."""
+    """A batch, for all back ends."""
 
     def run(self, x: Tensor, weight: Tensor, cache: StateCache) -> Tensor:
         """x [n, channels], weight [channels, width] → [n, channels]; each segment's slot has its last tokens
@@ -73,7 +74,7 @@ class ConvolutionBackend:
 
 
 def backend_on(device: torch.device) -> StateBackend:
-    """Our kernels on a GPU, where they run there; else torch's operators."""
+    """Our kernels on a GPU, if they run there; else torch's operators."""
     if device.type == "cuda":
         from llm_service.layers.gpu import row_kernels  # not everywhere is a Triton
 
@@ -85,7 +86,7 @@ def backend_on(device: torch.device) -> StateBackend:
 
 
 class ChannelWeights(nn.Module):
-    """What this rank's channels are convolved with, [channels, width]."""
+    """This rank's convolution weights, [channels, width]."""
 
     def __init__(self, channels: slice, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class ShortConvolution(nn.Module):
         self._kept = (((self._channels, width - 1), dtype),)
 
     def cache_spec(self) -> SequenceState:
-        """The last tokens as they are convolved. On a GPU sequences are cut where tiles of the kernels end."""
+        """The last inputs of the convolution. On a GPU sequences are cut where tiles of the kernels end."""
         return SequenceState(self._kept, CHUNK if self.conv.weight.device.type == "cuda" else 1)
 
     def state_backend(self) -> StateBackend:
@@ -126,7 +127,7 @@ class ShortConvolution(nn.Module):
         return backend_on(self.conv.weight.device)
 
     def project(self, x: Tensor, _: Rotary, /) -> tuple[Tensor, ...]:
-        """x [n, hidden] → what is convolved, and what opens for what comes out, [n, channels] each."""
+        """x [n, hidden] → the convolution's input, and the gate of its output, [n, channels] each."""
         before, behind, own = self.in_proj(x).split(self._channels, dim=1)
         return before * own, behind
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel group as layers see it: which part of a dimension is theirs, and how parts become whole.
+"""The tensor-parallel group as layers see it: which part of a dimension is a rank's, and how parts are combined.
 
 Columns of a first product and rows of the next are split (Shoeybi et al. 2019), so that a block needs one sum.
 """
@@ -17,7 +17,7 @@ _MAGNITUDE, _BELOW_ALL = (1 << 31) - 1, -(1 << 63)
 
 
 class Sums(Protocol):
-    """Another way to sum over the ranks, which takes some tensors; which ones is the same on every rank."""
+    """Another way to sum over the ranks, for some tensors; the choice is the same on every rank."""
 
     def takes(self, x: Tensor, /) -> bool:
         """Whether `sum` does."""
@@ -30,8 +30,8 @@ class Sums(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Rank `rank` of `size`; a group of one communicates with no one. `sums` go before the process group's. With
-    `expert_parallel` each rank has some experts whole, in place of a part of each."""
+    """Rank `rank` of `size`; a group of one does not communicate. `sums` take precedence over the process group's. With
+    `expert_parallel` each rank has some experts whole, instead of a part of each."""
 
     rank: int = 0
     size: int = 1
@@ -40,15 +40,15 @@ class TensorGroup:
     expert_parallel: bool = False
 
     def with_sums(self, sums: Sums) -> Self:
-        """The same group, which sums so."""
+        """The same group with these sums."""
         return replace(self, sums=sums)
 
     def with_whole_experts(self) -> Self:
-        """The same group, which is `expert_parallel`."""
+        """The same group, `expert_parallel`."""
         return replace(self, expert_parallel=True)
 
     def on_hosts(self) -> TensorGroup:
-        """The same ranks, who speak over the CPUs' group: for what is computed before devices are used."""
+        """The same ranks with the CPU process group: for computations before devices are used."""
         return self if self.process_group is None else replace(self, process_group=dist.group.WORLD, sums=None)
 
     def partition(self, total: int) -> slice:
@@ -77,7 +77,7 @@ class TensorGroup:
         return self.partition(experts), slice(0, inner)
 
     def vocab_partition(self, total: int) -> slice:
-        """This rank's part of the vocabulary, which need not divide: the last parts may be shorter, or empty."""
+        """This rank's part of the vocabulary, which need not be divisible: the last parts may be shorter, or empty."""
         part = -(-total // self.size)
         return slice(min(total, self.rank * part), min(total, (self.rank + 1) * part))
 
@@ -111,7 +111,7 @@ class TensorGroup:
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x, of the same shape and type on every rank, which it overwrites there."""
+        """Rank 0's x, of the same shape and type on every rank, which is overwritten on the others."""
         if self.process_group is not None:
             dist.broadcast(x, group=self.process_group, group_src=0)
         return x
@@ -128,8 +128,8 @@ class TensorGroup:
         return torch.cat(parts, dim=1)[:, :total]
 
     def first_of_highest(self, x: Tensor, total: int) -> Tensor:
-        """All ranks' parts float32 [m, part] of a vocabulary → int64 [m], where the highest value of all is, on every
-        rank; of several the first, and one that is not a number is above all others, as in `Tensor.argmax`."""
+        """All ranks' parts float32 [m, part] of a vocabulary → int64 [m], the index of the highest value of all, on
+        every rank; the first of equal ones, and NaN counts as highest, as in `Tensor.argmax`."""
         if self.process_group is None:
             return x.argmax(-1)
         keys = x.new_full((len(x),), _BELOW_ALL, dtype=torch.int64)

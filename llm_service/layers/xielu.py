@@ -13,9 +13,9 @@ from llm_service.layers.mlp import SquaredMLP
 
 
 class Xielu(nn.Module):
-    """a·x² + β·x above 0, and b·(exp(min(x, ε)) − 1 − x) + β·x elsewhere, with one a and one b for a layer (Huang and
-    Schlag 2025, Deriving Activation Functions Using Integration). A checkpoint has what a softplus makes a and b − β
-    of; the four are kept in float32, in which it is computed."""
+    """a·x² + β·x above 0, and b·(exp(min(x, ε)) − 1 − x) + β·x elsewhere, with one a and one b per layer (Huang and
+    Schlag 2025, Deriving Activation Functions Using Integration). A checkpoint stores the inputs of softplus for a and
+    b − β; the four are kept and computed in float32."""
 
     def __init__(self) -> None:
         super().__init__()

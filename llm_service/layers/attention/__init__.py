@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: one small protocol, and the back ends behind it."""
+"""Attention over the paged KV cache: a small protocol, and the back ends that implement it."""

@@ -1,4 +1,4 @@
-"""What the decoder asks of attention, whoever computes it."""
+"""The decoder's interface to attention, for all back ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AttentionKind:
     softcap: float | None = None
 
     def softmax_scale(self, head_dim: int) -> float:
-        """What products are multiplied by."""
+        """The factor of products of queries and keys."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def first_seen(self, position: int) -> int:
@@ -53,7 +53,7 @@ class AttentionKind:
         return 0 if whole or self.sight.answer_window else self.first_seen(chunk.context)
 
     def prompt_of(self, chunk: PagedChunk) -> int:
-        """How many of the first tokens of a chunk's sequence all those behind them see, whatever the window."""
+        """How many first tokens of a chunk's sequence all later tokens see, whatever the window."""
         return chunk.prompt if self.sight.answer_window else 0
 
     def seen(self, chunk: PagedChunk, spans: Sequence[Span] = ()) -> np.ndarray:
@@ -111,10 +111,10 @@ def spans_of(chunks: Sequence[PagedChunk], spans: Sequence[Span]) -> list[list[S
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """One rank's KV cache. It has one block more, the `null_block`: padding is written there. `kind` is how its layers
-    attend. Where `values_in_keys` is not 0 it has keys alone, of one head, and their first so many numbers are values:
-    latent attention, with projections of queries and of what comes out that the cache knows nothing of. Of keys and
-    values that are `kept` in 8 bits, `int8_blocks` says how."""
+    """One rank's KV cache. It has one additional block, the `null_block`, which padding is written to. `kind` is how
+    its layers attend. If `values_in_keys` is not 0, it has keys of one head only, whose first so many numbers are the
+    values: latent attention, whose projections are outside the cache. `kept`: the type of keys and values; for 8 bits
+    see `int8_blocks`."""
 
     layers: int
     blocks: int
@@ -138,7 +138,7 @@ class CacheShape:
 
     @property
     def softmax_scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """The factor of products of queries and keys."""
         return self.kind.softmax_scale(self.head_dim)
 
     @property
@@ -157,7 +157,7 @@ class CacheShape:
         return self.tensors * self.layers * self.kv_heads * self.block_size * head_bytes
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
-        """What numbers of this type are kept as, where they have no scales."""
+        """The type that numbers of this type are stored as, if they have no scales."""
         return torch.float8_e4m3fn if self.fp8 else dtype
 
     @property
@@ -167,12 +167,12 @@ class CacheShape:
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a value, and of what comes out of a head."""
+        """Width of a value, and of a head's output."""
         return self.values_in_keys or self.head_dim
 
     def split(self, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """One layer's cache → its keys [blocks + 1, block_size, kv_heads, head_dim], and its values, [blocks + 1,
-        block_size, kv_heads, value_dim], which may lie within these."""
+        """One layer's cache → its keys [blocks + 1, block_size, kv_heads, head_dim] and values [blocks + 1, block_size,
+        kv_heads, value_dim], which may be part of the keys."""
         return cache[0], cache[-1][..., : self.value_dim]
 
     def int8_tokens(self, part: Tensor) -> Int8Tokens:
@@ -180,11 +180,11 @@ class CacheShape:
         return Int8Tokens(part, self.block_size, self.kv_heads, self.head_dim)
 
     def new_cache(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A cache, [layers, tensors, blocks + 1, block_size, kv_heads, head_dim]: index 1 is keys, then values. In 8
+        """A cache, [layers, tensors, blocks + 1, block_size, kv_heads, head_dim]; tensor 0 is keys, 1 is values. In 8
         bits it is int8, [layers, tensors, blocks + 1, bytes of a block].
 
-        On a CPU it takes memory as it fills: our kernels read nothing that was not written. A GPU's holds zeros, since
-        flash-attn multiplies the values behind a sequence's end by zero, and what is not a number would stay.
+        On a CPU memory is allocated as it fills: our kernels read nothing that was not written. On a GPU it is zeroed,
+        since flash-attn multiplies values behind a sequence's end by zero, which would keep NaNs.
         """
         make = torch.empty if device.type == "cpu" else torch.zeros
         parts = self.layers, self.tensors, self.blocks + 1
@@ -282,8 +282,8 @@ class ScaledBatch(AttentionBatch, Protocol):
     """One over keys and values of e4m3."""
 
     def with_scales(self, scales: Tensor) -> AttentionBatch:
-        """The same for a layer whose numbers in the cache stand for these multiples of theirs, float32 [2, kv_heads]:
-        keys', then values'."""
+        """The same batch for a layer whose cached numbers have these factors, float32 [2, kv_heads]: keys, then
+        values."""
         ...
 
 
@@ -292,14 +292,14 @@ class WarmBackend(Protocol):
     """A back end that compiles kernels at their first use."""
 
     def warm_up(self, cache: Tensor, scales: Tensor | None = None) -> None:
-        """Uses all of them once, over one layer's cache, of which it changes nothing that is anybody's; `scales` as in
+        """Uses all kernels once, over one layer's cache, without changing anything in use; `scales` as in
         `ScaledBatch`."""
         ...
 
 
 @runtime_checkable
 class NumbaCompiled(Protocol):
-    """A back end whose kernels numba compiles: their names, as `common.cpu.jit.find` takes them."""
+    """A back end with numba kernels: their names, as in `common.cpu.jit.find`."""
 
     kernels: frozenset[str]
 
@@ -310,6 +310,6 @@ class AttentionBackend(Protocol):
     name: str
 
     def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> AttentionBatch:
-        """What a batch's chunks need to know, moved to the device. The tokens of each span, [begin, end) in the batch
-        and all in one chunk, see each other."""
+        """Metadata of a batch's chunks, moved to the device. Tokens of each span, [begin, end) in the batch and within
+        one chunk, see each other."""
         ...

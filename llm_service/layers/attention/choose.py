@@ -1,4 +1,4 @@
-"""Which back end computes attention: the one asked for, or the best that is there."""
+"""Chooses the attention back end: the configured one, or the best available."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _log = log.get("attention")
 
 
 def choose(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """The back end of a name; `auto` is flash or triton on a GPU, numba or torch on a CPU: the first that is there, and
-    on a GPU passes a trial.
+    """The back end of this name; `auto` is flash or triton on GPUs, numba or torch on CPUs: the first available one,
+    which on a GPU must pass a trial.
 
-    Raises CheckpointError, saying what is missing, where the named one cannot be used.
+    Raises CheckpointError, which says what is missing, if the named one cannot be used.
     """
     if name != "auto":
         found = _BACKENDS[name](shape, dtype, device)
@@ -33,14 +33,14 @@ def choose(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.devic
         found = _BACKENDS[each](shape, dtype, device)
         if not isinstance(found, str) and (device.type == "cpu" or each == "torch" or runs(each, shape, dtype, device)):
             return found
-        if isinstance(found, str) and each != "flash":  # which is a package of its own
+        if isinstance(found, str) and each != "flash":  # flash is a package of its own
             _log.info("an attention back end is not used", backend=each, why=found)
     raise AssertionError("torch computes everywhere")
 
 
 def runs(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a back end gets through a token and through a prompt of two, over a cache of one block: a package, a
-    driver or a compiler may be too old, or not be there."""
+    """Whether a back end computes a token and a prompt of two tokens over a cache of one block: a package, a driver or
+    a compiler may be too old, or missing."""
     small = dataclasses.replace(shape, layers=1, blocks=0)
     try:
         backend = _BACKENDS[name](small, dtype, device)
@@ -134,4 +134,4 @@ _LATENT = "it knows no values that lie within keys, as latent attention has them
 _FP8 = "it reads no keys and values of e4m3"
 _INT8 = "it reads no keys and values in 8 bits"
 _BACKENDS = {"torch": _torch, "numba": _numba, "triton": _triton, "flash": _flash}
-"""From a name to what makes the back end; a string in its place says why it cannot be used."""
+"""Factories of back ends by name; a string instead says why a back end cannot be used."""

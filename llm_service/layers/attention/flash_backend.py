@@ -1,5 +1,5 @@
-"""Attention by the flash-attn library, where it is installed: version 3 with any block size, version 2 with blocks of a
-multiple of 256 tokens. Half-precision types alone. It knows no spans: torch computes chunks that have any."""
+"""Attention by the flash-attn library, if it is installed: version 3 with any block size, version 2 with multiples of
+256 tokens. Only half-precision types. It does not support spans: torch computes chunks with spans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Store = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 class FlashBackend:
-    """Makes batches for the library; `compute` is what `find` gave."""
+    """Makes batches for the library; `compute` is the result of `find`."""
 
     name = "flash"
     tiling = Tiling(1, 1 << 20)  # the library cuts by itself
@@ -44,7 +44,7 @@ class FlashBackend:
         return self.over(AttentionMetadata.of(chunks, self._shape.block_size, self._device))
 
     def over(self, metadata: AttentionMetadata) -> FlashBatch:
-        """A batch over metadata that may be filled anew between uses."""
+        """A batch over metadata that can be refilled between uses."""
         return FlashBatch(metadata, self._shape, self._compute, self._store)
 
 
@@ -64,7 +64,7 @@ class FlashBatch:
 
 
 def _store_on(device: torch.device) -> Store:
-    """One kernel of ours on a GPU, where there is a Triton: torch takes three, in each layer."""
+    """Our kernel on a GPU, if Triton is there: torch needs three, in each layer."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from llm_service.layers.attention.triton_backend import store
 
@@ -93,7 +93,7 @@ def _knows_caps(compute: Any) -> bool:
 
 
 def _imported(module: str, name: str) -> Any:
-    """None where it is not there, was built for another torch, or is a version without this function."""
+    """None if it is missing, was built for another torch, or is a version without this function."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
@@ -101,7 +101,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _rule(shape: CacheShape) -> dict[str, Any]:
-    """How layers attend, as both versions are told: of what is before a token all, or so much."""
+    """The attention rule as both versions take it: causal, with a window or without."""
     before = shape.kind.sight.window - 1 if shape.kind.sight.window else -1
     rule = {"softmax_scale": shape.softmax_scale, "causal": True, "window_size": (before, 0 if before >= 0 else -1)}
     return rule if shape.kind.softcap is None else {**rule, "softcap": shape.kind.softcap}

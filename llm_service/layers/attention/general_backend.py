@@ -1,5 +1,5 @@
-"""Attention by rules of a layer's own: windows, soft caps, sinks, spans whose tokens see each other. Torch's operators
-compute it, one chunk after the other, for models that no kernel of ours knows."""
+"""Attention by per-layer rules: windows, soft caps, sinks, spans whose tokens see each other. Computed by torch's
+operators, chunk by chunk, for models that our kernels do not support."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from llm_service.layers.sparse_attention.index import ROOM, Chosen, IndexQuery, 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How a layer attends: its kind, whose sight may have windows of both sorts, and knows no spans. `sinks` [heads]
-    are scores of something that nobody attends to, whose share is lost. `chosen`: of each chunk of a batch what its
-    tokens see, where an index has chosen that; spans do not count there."""
+    """How a layer attends: its kind, whose sight may have windows of both sorts, without spans. `sinks` [heads] are
+    scores without values, whose share is lost. `chosen`: what the tokens of each chunk see, if an index has chosen it;
+    spans do not apply then."""
 
     kind: AttentionKind = CAUSAL
     sinks: Tensor | None = None
@@ -35,9 +35,9 @@ PLAIN = AttentionRule()
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A chunk at places [begin, end) of the batch; `slots` int64 [context + count] says where the tokens that it sees
-    are. `spans` are those of its places, [begin, end) each, that see each other by `rule`; the one of a whole prompt
-    sees what was computed of that before as well. So many tokens of the sequence are a `prompt`'s."""
+    """A chunk at batch positions [begin, end); `slots` int64 [context + count] are the slots of the tokens that it
+    sees. `spans` are those of its positions, [begin, end), that see each other by `rule`; the span of a whole prompt
+    also sees what was computed of the prompt before. `prompt` is the number of prompt tokens of the sequence."""
 
     begin: int
     end: int
@@ -47,7 +47,7 @@ class _Segment:
     prompt: int = 0
 
     def mask(self, sight: Sight) -> Tensor:
-        """bool [count, context + count]: which tokens see which in a layer of that sight."""
+        """bool [count, context + count]: which tokens see which in a layer with that sight."""
         sight = sight.with_spans(self.rule)
         total, count = len(self.slots), self.end - self.begin
         keys = torch.arange(total, device=self.slots.device)
@@ -84,7 +84,7 @@ class GeneralBackend:
         self._block_size, self._device, self._rule = shape.block_size, device, rule
 
     def batch(self, chunks: Sequence[PagedChunk], spans: Sequence[Span] = ()) -> GeneralBatch:
-        """The batch of a plan, in which the tokens of each span, [begin, end) in the batch, see each other."""
+        """A plan's batch; tokens of each span, [begin, end) in the batch, see each other."""
         segments, begin = [], 0
         every = to_device([slots_of(chunk, self._block_size) for chunk in chunks], self._device)
         for chunk, slots in zip(chunks, every, strict=True):
@@ -104,8 +104,7 @@ class GeneralBatch:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """As `AttentionBatch.attend`, by a rule → [n, heads · value_dim]. Keys and values may be narrower than the
-        cache's heads, each in its way: what is behind them is zero. Values that lie within keys are their first
-        numbers."""
+        cache's heads, which are padded with zeros. Values that are part of keys are their first numbers."""
         keys, values = cache[0].flatten(0, 1), cache[-1].flatten(0, 1)  # each [slots, kv_heads, head_dim]
         width, depth = key.shape[-1], value.shape[-1]
         out = query.new_empty(*query.shape[:2], depth)
@@ -125,8 +124,8 @@ class GeneralBatch:
         return out.flatten(1)
 
     def choose(self, asked: IndexQuery, index: Tensor) -> tuple[Chosen, ...]:
-        """Writes index keys into one layer's cache of them, as `IndexedCache` has it, and chooses for each chunk what
-        its tokens see."""
+        """Writes index keys into one layer's cache of these (`IndexedCache`), and chooses what the tokens of each chunk
+        see."""
         parts = [(slice(part.begin, part.end), part.slots, index) for part in self.segments]
         for part in parts:
             keep(asked, *part)
@@ -144,9 +143,9 @@ def attend_to_chosen(
     sinks: Tensor | None = None,
 ) -> None:
     """Fills out [n, heads, depth] for queries [n, heads, width] of one sequence, whose tokens' keys and values, [·,
-    kv_heads, …] and as wide or wider, are in these slots, int64 [total]. Those that a query has `chosen`, int64 [n, k]
-    or [n, kv_heads, k], are gathered where that takes less than to read all and to mask the others. `sinks`
-    [heads] are as in `attend_by_scores`."""
+    kv_heads, …] and at least as wide, are in slots int64 [total]. The tokens `chosen` by a query, int64 [n, k] or [n,
+    kv_heads, k], are gathered if that is cheaper than reading all and masking the others. `sinks` [heads] are as in
+    `attend_by_scores`."""
     width, depth, kv_heads, total = query.shape[2], out.shape[2], keys.shape[1], len(slots)
     chosen = chosen.unsqueeze(1) if chosen.dim() == 2 else chosen
     grouped = query.unflatten(1, (kv_heads, -1))  # [n, kv_heads, group, width]
@@ -176,8 +175,8 @@ def attend_to_chosen(
 def _weighed(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """query […, n, width], key […, m, width], value […, m, depth], and which see which, bool […, n, m] → […, n, depth];
-    `sinks` float32 […, n, 1]."""
+    """query […, n, width], key […, m, width], value […, m, depth], and a mask of what is seen, bool […, n, m] → […, n,
+    depth]; `sinks` float32 […, n, 1]."""
     if sinks is None:
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = (query @ key.transpose(-1, -2)).float() * softmax_scale(scale, query.shape[-1])
@@ -203,7 +202,7 @@ _COPIED = 256
 
 
 def softmax_scale(scale: float | None, width: int) -> float:
-    """What products are multiplied by."""
+    """The factor of products of queries and keys."""
     return width**-0.5 if scale is None else scale
 
 

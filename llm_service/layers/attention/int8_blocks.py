@@ -1,7 +1,7 @@
-"""Keys and values in 8 bits: each token's number in a head is a multiple of a scale that these share.
+"""Keys and values in 8 bits with a scale for each token and head.
 
-A block holds the numbers of its tokens, [block_size, kv_heads, head_dim] int8, and behind them their scales, float32
-[block_size, kv_heads]. A scale is the largest number of a token and head, without its sign, divided by 127.
+A block has the numbers of its tokens, [block_size, kv_heads, head_dim] int8, followed by their scales, float32
+[block_size, kv_heads]. A scale is the largest magnitude of a token and head divided by 127.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Int8Tokens:
         self._numbers[block, place], self._scales[block, place] = quantize(x)
 
     def __getitem__(self, slots: slice | Tensor) -> Tensor:
-        """What is in these slots, float32 [n, kv_heads, head_dim]."""
+        """The content of these slots, float32 [n, kv_heads, head_dim]."""
         if isinstance(slots, slice):
             slots = torch.arange(slots.start, slots.stop, device=self.part.device)
         block, place = slots // self.block_size, slots % self.block_size

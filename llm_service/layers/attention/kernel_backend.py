@@ -1,5 +1,5 @@
-"""What back ends of attention by our own Triton kernels share: how batches are made, whose chunks with spans torch
-computes, and parts of contexts joined."""
+"""What attention back ends with our own Triton kernels share: batches, chunks with spans, which torch computes, and
+joining parts of contexts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAVES = 4
 COMBINED = 16
 """Parts of a context that are joined at once."""
 _LONG = 256
-"""Tokens before a chunk whose context has two parts."""
+"""Tokens before a chunk from which its context is split into two parts."""
 
 
 class KernelBackend:
@@ -41,7 +41,7 @@ class KernelBackend:
         return self.over(AttentionMetadata.of(chunks, self.shape.block_size, self._device, self.tiling))
 
     def over(self, metadata: AttentionMetadata) -> AttentionBatch:
-        """A batch over metadata that may be filled anew between uses."""
+        """A batch over metadata that can be refilled between uses."""
         raise NotImplementedError
 
     def warm_up(self, cache: Tensor, scales: Tensor | None = None) -> None:
@@ -57,8 +57,8 @@ class KernelBackend:
 
 @dataclass(frozen=True, slots=True)
 class PartSums:
-    """What parts of contexts leave until they are joined, float32: `mixtures` [room, groups, rows, width], their
-    `maxima` and `sums` of weights [room, groups, rows]. Where no context has several parts, nothing that is read."""
+    """Partial results of contexts until they are joined, float32: `mixtures` [room, groups, rows, width], their
+    `maxima` and `sums` of weights [room, groups, rows]. If no context has several parts, they are not read."""
 
     mixtures: Tensor
     maxima: Tensor
@@ -77,7 +77,7 @@ class PartSums:
     def join(
         self, out: Tensor, metadata: AttentionMetadata, work: WorkList, tokens: int, group: int, dims: int
     ) -> None:
-        """Of items of up to so many tokens, each of `group` rows, whose `width` is filled up to `dims`."""
+        """Joins items of up to so many tokens, each with `group` rows, whose `width` is padded to `dims`."""
         if not len(work.split):
             return
         _, groups, rows, width = self.mixtures.shape
@@ -102,5 +102,5 @@ class PartSums:
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """Of the GPU; 1 where the kernels are interpreted on a CPU."""
+    """The number of multiprocessors of the GPU; 1 if kernels are interpreted on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -16,19 +16,19 @@ from llm_service.layers.attention.metadata import AttentionMetadata, WorkList
 from llm_service.layers.gpu.latent_kernels import latent_kernel, store_latents_kernel
 
 _HEADS = 16
-"""Query heads of one program. Others read the same latents, which lie in a cache that all multiprocessors share by
-then: with more of them a row's sums, of hundreds of numbers, would leave the registers."""
+"""Query heads of one program. Others read the same latents, which are in a cache that all multiprocessors share by
+then: with more heads, a row's sums of hundreds of numbers would not fit into registers."""
 _ROWS, _FEW_ROWS = 32, 16
-"""Rows of one program, a row being a token's query for one head, where chunks of several tokens are computed; the
-latter in float32, whose latents take twice the shared memory, and of latents whose sums would leave the registers."""
+"""Rows of one program (a row is a token's query for one head) for chunks of several tokens; the latter in float32,
+whose latents take twice the shared memory, and for latents whose sums do not fit into registers."""
 _WIDE = 512
-"""Numbers of a latent above which they would."""
+"""Width of a latent from which they do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentKernelShape:
-    """What the kernels are compiled for: so many query heads, `rank` numbers of a latent and `behind` more of a key,
-    filled up to powers of two."""
+    """What the kernels are compiled for: the number of query heads, and the widths of a latent (`rank`) and of the rest
+    of a key (`behind`), padded to powers of two."""
 
     heads: int
     rank: int
@@ -73,7 +73,7 @@ class LatentKernelShape:
         return _filled_up(self.rank)
 
     def group(self, tokens: int) -> int:
-        """Query heads of a program that takes up to so many tokens: a power of two that divides all."""
+        """Query heads of a program that takes up to so many tokens: a power of two that divides their number."""
         return math.gcd(self.heads, min(_HEADS, 1 << max(0, (self.rows // tokens).bit_length() - 1)))
 
     def constants(self, tokens: int) -> dict[str, int | str]:
@@ -105,7 +105,7 @@ class LatentTritonBackend(KernelBackend):
         super().__init__(shape, dtype, device, shape.heads // self.compiled.group(1), self.compiled.tile)
 
     def over(self, metadata: AttentionMetadata) -> LatentTritonBatch:
-        """A batch over metadata that may be filled anew between uses."""
+        """A batch over metadata that can be refilled between uses."""
         return LatentTritonBatch(metadata, self.compiled)
 
 
@@ -145,7 +145,7 @@ class LatentTritonBatch:
             parts.sums,
             query,
             keys,
-            query if sinks is None else sinks,  # not read where there are none
+            query if sinks is None else sinks,  # not read if there are none
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -164,5 +164,5 @@ class LatentTritonBatch:
 
 
 def _filled_up(count: int) -> int:
-    """To a power of two, and to what a product takes at the least."""
+    """Padded to a power of two, and to the least size of a product."""
     return max(16, int(triton.next_power_of_2(count)))

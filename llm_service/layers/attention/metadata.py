@@ -1,4 +1,4 @@
-"""What paged kernels need to know of a batch: as integers on the host, and as tensors on the device."""
+"""Metadata of a batch for paged kernels: as integers on the host, and as tensors on the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from common.gpu.transfer import to_device
 from llm_service.layers.attention.backend import PagedChunk
 
 _LEAST, _MULTIPLE = 128, 64
-"""Keys of a part of a context: at the least, and what their number is a multiple of."""
+"""Fewest keys of a part of a context, and the multiple that their number must be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a back end wants a step cut into programs: contexts into so many `parts` in all, and the tokens of chunks of
-    several into tiles of `tile`. With `singles` the first sequences, as far as they have one token each, are no tiles,
-    and computed apart."""
+    """How a back end divides a step into programs: contexts into about `parts` parts in all, and chunks of several
+    tokens into tiles of `tile` tokens. With `singles`, the first sequences with one token each have no tiles, and are
+    computed apart."""
 
     parts: int
     tile: int
@@ -30,8 +30,8 @@ class Tiling:
 @dataclass(frozen=True, slots=True)
 class WorkNumbers:
     """Contexts cut into parts, int32 on the host: `parts` [m + 2] has the keys of a part, the number of each item's
-    first part, and of all parts; `split` the items of several parts; `rooms` [m] where results of an item's parts go,
-    which take one place each, and −1 for those of one part."""
+    first part, and the number of all parts; `split` are the items with several parts; `rooms` [m] is where results of
+    an item's parts go, one place each, and −1 for items with one part."""
 
     parts: np.ndarray
     rooms: np.ndarray
@@ -59,7 +59,7 @@ class WorkNumbers:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """What `WorkList.over` takes on the device."""
+        """The input of `WorkList.over`, on the device."""
         return [self.parts, self.rooms, self.split]
 
     @property
@@ -70,8 +70,8 @@ class WorkNumbers:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """`WorkNumbers` on the device, perhaps with room for more: no more than `most_parts` in all, of which results take
-    no more than `room` places. A `split` of −1 is padding, and so is an item without parts."""
+    """`WorkNumbers` on the device, with room for at most `most_parts` parts, whose results take at most `room` places.
+    A `split` of −1 is padding, and so is an item without parts."""
 
     parts: Tensor
     rooms: Tensor
@@ -81,20 +81,20 @@ class WorkList:
 
     @property
     def items(self) -> int:
-        """Contexts, or places for such."""
+        """Number of contexts, or of places for them."""
         return len(self.rooms)
 
     @classmethod
     def over(cls, numbers: WorkNumbers, moved: Sequence[Tensor]) -> WorkList:
-        """Of what `arrays` gave, moved to the device."""
+        """From the `arrays` of these numbers, moved to the device."""
         parts, rooms, split = moved
         return cls(parts, rooms, split, int(numbers.parts[-1]), numbers.room)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchNumbers:
-    """What `AttentionMetadata` says of a batch, without the block table, as int32 arrays on the host; its first
-    `decodes` sequences have one token each."""
+    """`AttentionMetadata` without the block table, as int32 arrays on the host; the first `decodes` sequences have one
+    token each."""
 
     slot_mapping: np.ndarray
     query_start_loc: np.ndarray
@@ -168,14 +168,13 @@ class BatchNumbers:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """A flattened batch of n tokens, s sequences, the first `decodes` of which have one token each.
+    """Metadata of a flattened batch of n tokens and s sequences, the first `decodes` of which have one token each.
 
-    All are int32: `slot_mapping` [n] is where a token's keys and values go; `block_table` [s, w] is read only as far as
-    a sequence is long; `query_start_loc` [s + 1] is where each sequence's tokens begin in the batch; `seq_lens` [s] are
-    its tokens in the cache and in the batch together, and `prompts` [s] those of them that are a prompt's; `tiles` [t,
-    2] the tokens of those that are no decodes, `tile` at a time, as (sequence, first token). The contexts of decodes
-    and of tiles are cut into parts as `WorkNumbers.cut` does. `longest_query` and `longest` bound a sequence's tokens
-    in the batch, and in all.
+    All are int32: `slot_mapping` [n] is the slot of each token's keys and values; `block_table` [s, w] is valid up to
+    each sequence's length; `query_start_loc` [s + 1] is where each sequence's tokens begin in the batch; `seq_lens` [s]
+    are its tokens in cache and batch together, and `prompts` [s] its prompt tokens; `tiles` [t, 2] are the tokens of
+    other sequences than decodes, `tile` at a time, as (sequence, first token). Contexts of decodes and tiles are cut
+    into parts by `WorkNumbers.cut`. `longest_query` and `longest` bound a sequence's tokens in the batch, and in all.
 
     A sequence of length 0 and a tile of sequence −1 are padding, and have no part.
     """
@@ -194,7 +193,7 @@ class AttentionMetadata:
 
     @property
     def decodes(self) -> int:
-        """Leading sequences of one token each, or places for such."""
+        """Number of leading sequences with one token each, or of places for them."""
         return self.decode_work.items
 
     @classmethod
@@ -219,7 +218,7 @@ class AttentionMetadata:
 
     @staticmethod
     def arrays(numbers: BatchNumbers) -> list[np.ndarray]:
-        """What `over` takes on the device."""
+        """The input of `over`, on the device."""
         return [
             numbers.slot_mapping,
             numbers.query_start_loc,
@@ -232,7 +231,7 @@ class AttentionMetadata:
 
     @classmethod
     def over(cls, numbers: BatchNumbers, moved: Sequence[Tensor], block_table: Tensor) -> AttentionMetadata:
-        """Of what `arrays` gave, moved to the device, and the batch's block table."""
+        """From the `arrays` of these numbers, moved to the device, and the batch's block table."""
         slot_mapping, query_start_loc, seq_lens, prompts, tiles, *works = moved
         return cls(
             slot_mapping=slot_mapping,

@@ -22,8 +22,8 @@ def attend_to_one(
     sinks: Tensor | None = None,
 ) -> None:
     """Fills out [n, heads, value_dim] for queries [n, heads, head_dim] and keys [m, head_dim]; `mask` bool [n, m] says
-    which tokens see which, None: all do. Products are multiplied by `scale`, and scores drawn below `softcap`, if there
-    is one; `sinks` float32 [heads] are as in `attend_by_scores`. All is computed in float32."""
+    what is seen, None: everything. Products are multiplied by `scale`, and scores soft-capped by `softcap`, if given;
+    `sinks` float32 [heads] are as in `attend_by_scores`. Computed in float32."""
     query, keys = query.float(), keys.float()
     heads, values = query.shape[1], keys[:, : out.shape[2]]
     tokens = max(1, _ROOM // (4 * heads * len(keys)))

@@ -1,5 +1,4 @@
-"""Attention whose scores are known before they are weighed: with soft caps, or with sinks, neither of which torch's own
-operator knows."""
+"""Attention with soft caps or sinks, which torch's own operator does not support: scores are computed first."""
 
 from __future__ import annotations
 
@@ -34,10 +33,9 @@ def attend_by_scores(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [n, heads, width]; key [m, kv_heads, width], value [m, kv_heads, depth]; `mask` bool [n, m] says which
-    tokens see which, None: all do → [n, heads, depth], computed in float32. Products are multiplied by `scale`; scores
-    are drawn below `softcap` by its hyperbolic tangent, as in Gemma 2. `sinks` [heads] are scores of something that
-    nobody attends to."""
+    """query [n, heads, width]; key [m, kv_heads, width], value [m, kv_heads, depth]; `mask` bool [n, m] says what is
+    seen, None: everything → [n, heads, depth], computed in float32. Products are multiplied by `scale`; scores are
+    soft-capped by `softcap` · tanh, as in Gemma 2. `sinks` [heads] are scores without values."""
     kv_heads, total = key.shape[1], len(key)
     keys, values = key.float().permute(1, 2, 0), value.float().transpose(0, 1)
     out = query.new_empty(*query.shape[:2], value.shape[2])

@@ -1,5 +1,5 @@
-"""Steps with spans, whose tokens see each other, by back ends whose kernels know none: torch computes the chunks that
-have any, and the kernels those beside them, as they do without such company."""
+"""Steps with spans, whose tokens see each other, for back ends whose kernels do not support these: torch computes the
+chunks with spans, and the kernels all others, as they would without them."""
 
 from __future__ import annotations
 

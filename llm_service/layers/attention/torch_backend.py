@@ -1,7 +1,7 @@
-"""Attention by torch's own operators: for CPUs, and wherever nothing better is there.
+"""Attention by torch's own operators: for CPUs, and as a fallback.
 
-Each chunk goes through `scaled_dot_product_attention`. Where a sequence's blocks lie in a row its keys are read where
-they are, else they are gathered first: for a decode that is the whole context for every token.
+Each chunk goes through `scaled_dot_product_attention`. If a sequence's blocks are consecutive, its keys are read in
+place, else they are gathered first, which for a decode means the whole context for every token.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from llm_service.layers.attention.scored import attend_by_scores
 from llm_service.layers.sparse_attention.chosen_chunks import slots_of
 
 _ROOM = 256 << 20
-"""Bytes that scores of all heads may take at once on a GPU."""
+"""Most bytes of the scores of all heads at once on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A chunk at places [begin, end) of the batch.
+    """A chunk at batch positions [begin, end).
 
-    `slots` says where the tokens are that any of it sees: a slice where they lie in a row, else an index. `mask` is
-    bool [count, slots]; None where one token, or a causal mask, says it all.
+    `slots` are the slots of the tokens that any of it sees: a slice if they are consecutive, else an index. `mask` is
+    bool [count, slots]; None if a single token, or a causal mask, suffices.
     """
 
     begin: int
@@ -47,7 +47,7 @@ class _Segment:
         return self.slots.stop - self.slots.start if isinstance(self.slots, slice) else len(self.slots)
 
     def mask_of(self, keys: Tensor) -> Tensor | None:
-        """The mask over what any of the tokens sees [m, …], with the causal one."""
+        """The mask over what any of the tokens sees [m, …], including the causal one."""
         whole = keys.new_ones(len(keys), len(keys), dtype=torch.bool) if self.causal else None
         return self.mask if whole is None else whole.tril()
 
@@ -95,10 +95,10 @@ class TorchBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is known of a chunk on the host: where its tokens go, int64 [count], and where those are that any of it
-    sees, int64 [m], in a `row` or not. `mask` is what its mask is made of, if it has one: the positions [begin, end)
-    that each token sees, int64 [count] each, those that any of it sees, and, where spans are joined, which tokens are
-    in one. All see the first `prompt` tokens."""
+    """A chunk on the host: the slots of its tokens, int64 [count], and of those that any of it sees, int64 [m],
+    consecutive (`row`) or not. `mask` is what its mask is made of, if it has one: the positions [begin, end) that each
+    token sees, int64 [count] each, those that any of it sees, and, if spans are joined, which tokens are in one. All
+    tokens see the first `prompt` tokens."""
 
     begin: int
     count: int
@@ -115,7 +115,7 @@ class _Part:
         return [*([self.seen] if self.row is None else []), *self.mask]
 
     def segment(self, numbers: list[Tensor]) -> _Segment:
-        """With these numbers there."""
+        """The segment, given these numbers on the device."""
         slots = numbers.pop(0) if self.row is None else self.row
         mask: Tensor | None = None
         if numbers:
@@ -129,7 +129,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class TorchBatch:
-    """`slots` int64 is where the keys and values of the batch's tokens go; `scales` as in `ScaledBatch`."""
+    """`slots` int64 are those of the batch's tokens; `scales` as in `ScaledBatch`."""
 
     slots: Tensor
     segments: tuple[_Segment, ...]
@@ -185,7 +185,7 @@ class TorchBatch:
         """Writes the batch's keys and values, as in `attend`, into one layer's cache → all of its keys [slots,
         kv_heads, head_dim], and values [slots, kv_heads, value_dim]."""
         keys, values = (each.flatten(0, 1) for each in self.shape.split(cache))
-        if self.shape.fp8:  # of which torch copies none by index on CPUs
+        if self.shape.fp8:  # torch cannot index these on CPUs
             for part, (kept, given) in enumerate(((keys, key), (values, value))):
                 scaled = given if self.scales is None else given.float() / self.scales[part].unsqueeze(1)
                 kept.view(torch.uint8).index_copy_(0, self.slots, saturated(scaled).view(torch.uint8))
@@ -216,10 +216,10 @@ def saturated(x: Tensor) -> Tensor:
 
 
 def attend_by_mask(out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> None:
-    """Fills out [n, heads, depth] as `functional.scaled_dot_product_attention` computes it of query [n, heads, width]
-    and key [m, kv_heads, width], value [m, kv_heads, depth], of which mask bool [n, m] says what is seen. Of groups of
-    heads with a mask torch keeps all scores on GPUs, so keys stand here once for each head, as its other kernel takes
-    them, and so many queries are computed at a time that their scores would have room as well."""
+    """Fills out [n, heads, depth] as `functional.scaled_dot_product_attention` does for query [n, heads, width], key
+    [m, kv_heads, width] and value [m, kv_heads, depth], with mask bool [n, m]. For grouped heads with a mask torch
+    keeps all scores on GPUs; so keys are repeated for each head, for its other kernel, and only so many queries are
+    computed at a time that their scores would fit as well."""
     heads, total = query.shape[1], len(key)
     keys, values = (
         each.repeat_interleave(heads // each.shape[1], dim=1).transpose(0, 1).unsqueeze(0) for each in (key, value)

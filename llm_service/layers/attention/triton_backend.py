@@ -22,14 +22,14 @@ from llm_service.layers.attention.triton_kernels import (
 _FEWEST = 16
 """Rows of a product at the least."""
 _ROWS, _WIDE_ROWS = 64, 32
-"""Rows of one program, a row being a token's query for one head, where chunks of several tokens are computed; the
-latter with heads above 256, whose sums would leave the registers otherwise."""
+"""Rows of one program (a row is a token's query for one head) for chunks of several tokens; the latter for heads above
+256, whose sums would not fit into registers otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """What the kernels are compiled for; `dims` is the head's size, filled up to a power of two, and
-    `stages` is how many blocks of keys and values are on their way at once."""
+    """What the kernels are compiled for; `dims` is the head's size, padded to a power of two, and `stages` is how many
+    blocks of keys and values are in flight at once."""
 
     group: int
     head_dim: int
@@ -52,7 +52,7 @@ class KernelShape:
     def of(cls, shape: CacheShape, dtype: torch.dtype) -> KernelShape:
         dims = max(16, triton.next_power_of_2(shape.head_dim))
         exact = dtype == torch.float32  # no tensor cores: factors stand in registers, so few keys and many warps
-        # With the queries, keys and values in flight are to take less than 99 KiB of shared memory.
+        # With the queries, keys and values in flight must take less than 99 KiB of shared memory.
         small = dims * dtype.itemsize <= 256
         stages = 1 if exact else 2
         return cls(
@@ -80,8 +80,8 @@ class KernelShape:
         return max(2, (_ROWS if self.dims <= 256 else _WIDE_ROWS) // self.group)
 
     def rows(self, tokens: int) -> dict[str, int | float | bool]:
-        """Constants and options of `attention_kernel` for items of up to so many tokens. With its drafts a token may
-        take no more rows than alone."""
+        """Constants and options of `attention_kernel` for items of up to so many tokens. A token with its drafts may
+        need no more rows than alone."""
         rows = max(_FEWEST, triton.next_power_of_2(tokens * self.group))
         few = rows == _FEWEST
         return {
@@ -107,13 +107,13 @@ class TritonBackend(KernelBackend):
         super().__init__(shape, dtype, device, shape.kv_heads, self.compiled.tile)
 
     def over(self, metadata: AttentionMetadata) -> TritonBatch:
-        """A batch over metadata that may be filled anew between uses."""
+        """A batch over metadata that can be refilled between uses."""
         return TritonBatch(metadata, self.compiled)
 
 
 def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None = None) -> None:
-    """Writes key and value [n, kv_heads, head_dim], whose heads of a token lie one after the other, into one layer's
-    cache [2, blocks, block_size, kv_heads, head_dim], each to its place of `slots`; `scales` as in `ScaledBatch`."""
+    """Writes key and value [n, kv_heads, head_dim], whose heads of a token are contiguous, into one layer's cache [2,
+    blocks, block_size, kv_heads, head_dim], at `slots`; `scales` as in `ScaledBatch`."""
     width = key.shape[1] * key.shape[2]
     key_stride, value_stride = key.stride(0), value.stride(0)
     store_kernel[(len(key),)](

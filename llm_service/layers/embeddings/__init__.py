@@ -1,1 +1,1 @@
-"""Embeddings beside those of tokens: of n-grams, of a token in each layer, of marks around media, of places."""
+"""Embeddings besides those of tokens: of n-grams, per layer, of marks around media, and of positions."""

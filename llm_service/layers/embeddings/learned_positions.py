@@ -11,7 +11,7 @@ _BEFORE = 2
 
 
 class PositionEmbedding(nn.Module):
-    """What is added to the row of a token, or of an item, by where it is: of `places` places."""
+    """Learned embeddings of `places` positions, added to the embeddings of tokens and items."""
 
     def __init__(self, places: int, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Marks around media that have tables of their own beside that of tokens, as in Gemma 3n."""
+"""Marks around media with tables of their own, as in Gemma 3n."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.layer_shapes import MarkTable
 
 PARTS = "embedding", "hard_embedding_norm", "embedding_projection"
-"""Of such a table, as transformers calls them."""
+"""The parts of such a table, in transformers' names."""
 
 
 class _Marks(nn.Module):
-    """What stands for the marks of one table: norm(projection(norm(embedding))), made when all of it is read."""
+    """The embeddings of one table's marks: norm(projection(norm(embedding))), computed when all of it is read."""
 
     def __init__(self, table: MarkTable, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Marks(nn.Module):
 
 
 class MarkedEmbedding(VocabParallelEmbedding):
-    """Embeddings of tokens, of which some have others, of `tables`, that every rank has."""
+    """Token embeddings, some of which come from `tables`, which every rank has."""
 
     def __init__(
         self,

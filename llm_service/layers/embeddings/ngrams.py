@@ -1,6 +1,6 @@
-"""Embeddings of n-grams that a layer adds to its streams, as in Engram (Cheng et al. 2026): hashes of a token and those
-before it say which; a stream, how much of them it gets; and a convolution sees what other tokens have added. Of a
-sequence the last tokens are kept, for the hashes, and what of theirs is convolved."""
+"""N-gram embeddings that a layer adds to its streams, as in Engram (Cheng et al. 2026): hashes of a token and the
+tokens before it select them, gates weight them for each stream, and a convolution over them follows. A sequence's state
+is its last tokens, for the hashes, and the last inputs of the convolution."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _64 = (1 << 64) - 1
 
 
 def _splitmix(value: int) -> int:
-    """The number behind one of 64 bits, by SplitMix64 (Steele, Lea and Flood 2014)."""
+    """The hash of a 64-bit number by SplitMix64 (Steele, Lea and Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _64
@@ -37,8 +37,8 @@ def _splitmix(value: int) -> int:
 
 
 def multipliers(shape: NgramShape, vocabulary: int, number: int) -> list[int]:
-    """Odd numbers that a token, and each before it, are multiplied by in the hashes of the layer of that number among
-    those with n-grams: no product is of more than 63 bits."""
+    """Odd multipliers of a token, and of each token before it, for the hashes of layer `number` among those with
+    n-grams; products have at most 63 bits."""
     bound = max(1, ((1 << 63) - 1) // max(vocabulary, 1) // 2)
     first = shape.seed + 10_007 * number
     steps = (first + 0x9E3779B97F4A7C15 * (place + 1) & _64 for place in range(shape.size))
@@ -61,7 +61,7 @@ def table_sizes(shape: NgramShape, number: int) -> list[int]:
 
 
 class NgramHashes(nn.Module):
-    """Where in a table the n-grams of a token are. A checkpoint may state what they are made with."""
+    """The rows of a token's n-grams in a table. A checkpoint may state the hashes' constants."""
 
     def __init__(self, shape: NgramShape, vocabulary: int, number: int) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class NgramHashes(nn.Module):
         }
 
     def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
-        """int64 [n], and those before each, the nearest first, [n, size − 1] → rows int64 [n, hashes]. In the place of
-        what is before the end of a text is that end."""
+        """int64 [n], and the tokens before each, the nearest first, [n, size − 1] → rows int64 [n, hashes]. Tokens
+        before the end of a text are replaced by that end."""
         mixed = tokens * self._multipliers[0]
         within = torch.ones_like(tokens, dtype=torch.bool)
         found = list[Tensor]()
@@ -109,7 +109,8 @@ class NgramHashes(nn.Module):
 
 
 class NgramTable(VocabParallelEmbedding):
-    """Embeddings of all hashes of a layer, split over the ranks by rows, which checkpoints have in `parts` or whole."""
+    """Embeddings of all hashes of a layer, split over the ranks by rows; checkpoints have the table in `parts` or
+    whole."""
 
     def __init__(self, total: int, width: int, parts: int, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(total, width, group, dtype)
@@ -153,12 +154,12 @@ class NgramBatch:
         self.runs, self._steps = runs, steps
 
     def begun(self) -> Sequence[Steps]:
-        """Those that come alone."""
+        """The single tokens."""
         return self._steps
 
     def before(self, tokens: Tensor, end: int, cache: StateCache) -> Tensor:
-        """int64 [n] → those before each, the nearest first, [n, size − 1]; `end` where a sequence begins. What is kept
-        of a sequence, [size − 1], is less than that by `end`, since states begin with zeros."""
+        """int64 [n] → the tokens before each, the nearest first, [n, size − 1]; `end` where a sequence begins. The
+        state of a sequence, [size − 1], has these minus `end`, since states begin with zeros."""
         (states,) = cache.tensors
         size = states.shape[1]
         out, shifted = tokens.new_zeros(len(tokens), size), tokens - end
@@ -175,9 +176,9 @@ class NgramBatch:
         return out + end
 
     def convolve(self, x: Tensor, weight: Tensor, apart: int, cache: StateCache) -> Tensor:
-        """x [n, channels], weight [channels, reach], whose places are so many tokens apart → [n, channels]; each
-        segment's slot has its last tokens afterwards."""
-        out = torch.zeros_like(x)  # a row of padding, which no step fills, must be numbers: others' tiles may read it
+        """x [n, channels], weight [channels, reach], with taps `apart` tokens apart → [n, channels]; each segment's
+        slot has its last tokens afterwards."""
+        out = torch.zeros_like(x)  # rows of padding must be numbers: others' tiles may read them
         for run in self.runs:
             (before,) = cache.read(run)
             out[run.begin : run.end], after = convolve_run(x[run.begin : run.end], before, weight, apart)
@@ -190,8 +191,8 @@ class NgramBatch:
 
 @dataclass(frozen=True, slots=True)
 class NgramMetadata:
-    """Of a step with a token of each sequence: `packed` int32 [3 · s], rows, slots, and whether they are fresh. What it
-    leaves over is its first token once more."""
+    """Metadata of a step with one token per sequence: `packed` int32 [3 · s], rows, slots, and whether they are fresh.
+    Padding repeats the first token."""
 
     packed: Tensor
 
@@ -203,7 +204,7 @@ class NgramMetadata:
 
 
 class NgramReplay(NgramBatch):
-    """Such a step over metadata that may be filled anew."""
+    """Such a step over metadata that can be refilled."""
 
     def __init__(self, metadata: NgramMetadata) -> None:
         super().__init__()
@@ -264,7 +265,7 @@ class _Embedding(nn.Module):
 
 
 class Ngrams(nn.Module):
-    """What a layer adds to its streams. Every rank has all of it, but for the table."""
+    """What a layer adds to its streams. Every rank has all of it, except for the table."""
 
     stored_as: ClassVar[str] = "ple"
 
@@ -286,7 +287,7 @@ class Ngrams(nn.Module):
         )
 
     def cache_spec(self) -> SequenceState:
-        """The last tokens, and what of the last tokens is convolved."""
+        """The last tokens, and the last inputs of the convolution."""
         return self._state
 
     def state_backend(self) -> NgramBackend:
@@ -314,7 +315,7 @@ _LEAST = 1e-6
 
 
 class _Channels(nn.Module):
-    """What all channels are convolved with, [channels, reach]."""
+    """The convolution of all channels, [channels, reach]."""
 
     def __init__(self, channels: int, reach: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Per-layer embeddings (PLE): inputs that each layer has of its own for a token, beside what the layers before it give,
-as in Gemma 4: looked up by the token, and made of its embedding."""
+"""Per-layer embeddings (PLE), as in Gemma 4: inputs of each layer for a token besides the previous layer's output,
+looked up by the token and computed from its embedding."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llm_service.model_config.layer_shapes import LayerInputs
 from llm_service.model_config.text import TextConfig
 
 _HALF = 2**-0.5
-"""What the sum of two numbers with a variance of 1 is multiplied by, to have that as well."""
+"""The factor that restores a variance of 1 to the sum of two numbers."""
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Makes those of all layers. Every rank has all of them."""
+    """Computes those of all layers. Every rank has all of them."""
 
     stored_as: ClassVar[str] = ""
 
@@ -50,8 +50,8 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class LayerEnd(nn.Module):
-    """What follows a layer's feed-forward part: its own input, opened by a gate, is added where it has one, and the sum
-    is multiplied by a number. In a checkpoint its parts stand beside those."""
+    """The end of a layer: adds its per-layer input, opened by a gate, if it has one, and multiplies the sum by a
+    number. In a checkpoint its parts are among the layer's."""
 
     stored_as: ClassVar[str] = ""
     ops: RowOps = TORCH
@@ -70,13 +70,13 @@ class LayerEnd(nn.Module):
             self.layer_scalar = nn.Parameter(torch.empty(1, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor, given: Tensor | None) -> Tensor:
-        """x [n, hidden], which it may overwrite, and the layer's inputs [n, width] → [n, hidden]."""
+        """x [n, hidden], which it may overwrite, and per-layer inputs [n, width] → [n, hidden]."""
         if self.gate is not None:
             x += self.added(x, given)
         return x if self.layer_scalar is None else x.mul_(self.layer_scalar)
 
     def added(self, x: Tensor, given: Tensor | None) -> Tensor:
-        """What the layer's inputs [n, width] add, opened by x [n, hidden] → [n, hidden]."""
+        """What per-layer inputs [n, width] add, opened by x [n, hidden] → [n, hidden]."""
         assert self.gate is not None, "it has some"
         assert given is not None, "the layer has inputs of its own"
         opened = act_and_mul(self.ops, self._activation, torch.cat([self.gate(x), given], dim=1))

@@ -15,8 +15,8 @@ from llm_service.layers.linear.weight_dtype import EXACT, Rounded
 
 
 def laid_out(weight: Tensor, rounded: Rounded = EXACT) -> LaidOut | None:
-    """A weight that is final in the form that is computed with fastest here; None where that is as it is. It may be
-    rounded to 8 bits on any device, to bfloat16 where `selection.computes_bfloat16`."""
+    """A final weight in the fastest form here; None if that is its current form. It may be rounded to 8 bits on any
+    device, to bfloat16 if `selection.computes_bfloat16`."""
     if weight.device.type == "cpu" and selection.allows_panels():
         from llm_service.layers.cpu.pair_panels import PairPanels  # numba takes its time
         from llm_service.layers.cpu.panels import PanelWeight
@@ -34,9 +34,8 @@ def laid_out(weight: Tensor, rounded: Rounded = EXACT) -> LaidOut | None:
 
 
 def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None, *, rounded: Rounded = EXACT) -> LaidOut:
-    """Weights over the same inputs, one below the other, in the form that is computed with fastest here; `order` int64
-    [outputs] says where each of their outputs goes; of `rounded`, `bfloat16` counts. Raises ValueError for what is not
-    a weight."""
+    """Weights over the same inputs, stacked, in the fastest form here; `order` int64 [outputs] says where each of their
+    outputs goes; of `rounded`, only `bfloat16` applies. Raises ValueError for invalid weights."""
     each: Sequence[LaidOut] = parts
     if parts[0].codes.device.type == "cpu" and (plain := _as_plain(parts, order, rounded)) is not None:
         return plain
@@ -50,7 +49,7 @@ def quantized(parts: Sequence[QuantizedWeight], order: Tensor | None = None, *, 
 
 
 def _as_plain(parts: Sequence[QuantizedWeight], order: Tensor | None, rounded: Rounded) -> LaidOut | None:
-    """The weights that they stand for, where those are what our kernels for CPUs compute with; else None."""
+    """The dequantised weights, if our CPU kernels compute with these; else None."""
     if not selection.allows_panels() or not all(part.number in (Number.NF4, Number.FP4) for part in parts):
         return None
     from llm_service.layers.cpu.pair_panels import PairPanels  # numba takes its time
@@ -64,7 +63,7 @@ def _as_plain(parts: Sequence[QuantizedWeight], order: Tensor | None, rounded: R
 def _form(
     device: torch.device, rounded: Rounded
 ) -> Callable[[Sequence[QuantizedWeight], Tensor | None], LaidOut | None] | None:
-    """What lays quantised weights out for a device, if anything does."""
+    """The function that lays out quantised weights for a device, if there is one."""
     if device.type == "cuda":
         from llm_service.layers.gpu.int8_weight import Int8Weight  # not everywhere is a Triton
         from llm_service.layers.gpu.quantized_weight import GpuWeight

@@ -22,7 +22,7 @@ from llm_service.layers.tensor_parallel import TensorGroup
 
 
 class AddsToRows(Protocol):
-    """What adds to some rows of a product."""
+    """Adds to some rows of a product."""
 
     @property
     def active(self) -> bool:
@@ -41,11 +41,10 @@ class AddsToRows(Protocol):
 class PackedLinear(Linear):
     """y = x Wᵀ + b, where W stacks parts that the checkpoint keeps apart (q, k and v; gate and up).
 
-    One product over the stack reads the input once and starts one kernel in place of several. `inputs` and `parts` are
-    this rank's ranges of the checkpoint's columns and of each part's rows. The rows of all parts come one after the
-    other, unless `order` int64 says where each of them goes. A part may be several ranges of the checkpoint's rows.
-    Without `rounds` the weight is what the checkpoint has, whatever others are rounded to, and without `rounds_inputs`
-    so is what it is multiplied with.
+    One product over the stack reads the input once and launches one kernel instead of several. `inputs` and `parts` are
+    this rank's ranges of the checkpoint's columns and of each part's rows. Rows of all parts are consecutive, unless
+    `order` int64 says where each of them goes. A part may be several ranges of the checkpoint's rows. Without `rounds`
+    the weight is never rounded, and without `rounds_inputs` its input is not.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class PackedLinear(Linear):
         self.adapters: AddsToRows | None = None
 
     def forward(self, x: Tensor, activation: nn.Module | None = None) -> Tensor:
-        """As `Linear.forward`; what adapters add comes before the activation."""
+        """As `Linear.forward`; adapters add before the activation."""
         if self.adapters is None or not self.adapters.active:
             return super().forward(x, activation)
         out = self.adapters.add(x, super().forward(x))
@@ -132,7 +131,7 @@ class PackedLinear(Linear):
 
 
 class RowParallelLinear(PackedLinear):
-    """One whose outputs are summed over the ranks of a group: the bias is the first one's."""
+    """A layer whose outputs are summed over the ranks of a group; the first rank adds the bias."""
 
     def __init__(
         self,
@@ -190,7 +189,7 @@ class VocabParallelEmbedding(nn.Module):
                 rows.copy_(functional.rms_norm(rows.float(), rows.shape[1:], eps=self._norm_eps))
 
     def finalize(self) -> None:
-        """Called when the weight is final: it is kept in 16 bits where they have all of its numbers."""
+        """Called when the weight is final: it is kept in 16 bits if these have all of its numbers."""
         self.weight = nn.Parameter(narrowed(self.weight.detach()), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:

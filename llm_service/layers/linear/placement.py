@@ -1,4 +1,5 @@
-"""Which part of a checkpoint's tensor is a rank's: so the loader reads only what a rank needs, and knows no model."""
+"""Which part of a checkpoint's tensor belongs to a rank: so the loader reads only what a rank needs, and does not know
+models."""
 
 from __future__ import annotations
 
@@ -21,20 +22,20 @@ class Stored(Protocol):
 
 @runtime_checkable
 class StoredStack(Stored, Protocol):
-    """Weights of several experts in one tensor of a file, quantised, which are read one by one."""
+    """Quantised weights of several experts in one tensor of a file, which are read one by one."""
 
     def of_expert(self, number: int, *, inputs_first: bool) -> Stored:
-        """One expert's, [outputs, inputs], whichever come first in the file. Raises ValueError where that does not fit
-        how they are stored."""
+        """One expert's, [outputs, inputs], whichever dimension is first in the file. Raises ValueError if that does not
+        match the storage."""
         ...
 
 
 Place = Callable[[Stored], None]
-"""Reads what this rank needs of a stored tensor; raises ValueError on a wrong shape."""
+"""Reads what this rank needs of a stored tensor; raises ValueError for a wrong shape."""
 
 
 def elsewhere(_: Stored) -> None:
-    """The `Place` of a tensor of which other ranks need all: nothing is read."""
+    """The `Place` of a tensor that only other ranks need: nothing is read."""
 
 
 @runtime_checkable
@@ -59,7 +60,7 @@ def path_within(path: str, attribute: str, child: nn.Module) -> str:
 
 @runtime_checkable
 class Finalized(Protocol):
-    """A module whose weights get another form once all have been read."""
+    """A module whose weights are converted once all have been read."""
 
     def whole(self) -> bool:
         """Whether all have been."""
@@ -71,7 +72,7 @@ class Finalized(Protocol):
 
 
 def fill(parameter: Tensor, source: Tensor | QuantizedWeight) -> None:
-    """Copies a weight, in its long form; raises ValueError where it has another shape."""
+    """Copies a weight, dequantised if need be; raises ValueError for another shape."""
     if isinstance(source, QuantizedWeight):
         source = source.wide()
     if parameter.shape != source.shape:
@@ -80,5 +81,5 @@ def fill(parameter: Tensor, source: Tensor | QuantizedWeight) -> None:
 
 
 def length(part: slice) -> int:
-    """How many there are."""
+    """The length of a range."""
     return int(part.stop - part.start)

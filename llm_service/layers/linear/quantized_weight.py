@@ -1,6 +1,6 @@
-"""A weight as a quantised checkpoint has it: numbers of 8 or 4 bits, and scales for groups of them.
+"""A weight as in a quantised checkpoint: numbers of 8 or 4 bits, and scales for groups of them.
 
-It stays so in memory. A product widens some outputs at a time, so that no more than those are there in a longer type.
+It stays like this in memory. A product dequantises some outputs at a time, so that only these exist in a longer type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.checkpoints.bitsandbytes import LEVELS
 from common.cpu.linear import LaidOut
 
 _AT_ONCE = 1 << 20
-"""Numbers that are widened at a time: as float32 they fill 4 MiB, which a processor's caches hold."""
+"""Numbers dequantised at a time: as float32 they take 4 MiB, which fits into a processor's caches."""
 _NO_NUMBER, _HIGHEST = 0x7F, 127
 """Of e4m3, but for its sign; of eight bits with one."""
 STEPS = 127.5
@@ -28,8 +28,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Number(enum.Enum):
-    """What the bits of one number say. Of those with 4 there are two in a byte, the first in its lower half. The last
-    two are bitsandbytes' own."""
+    """The encoding of a number. With 4 bits there are two in a byte, the first in its lower half. The last two are
+    bitsandbytes' own."""
 
     E4M3 = "e4m3"
     INT8 = "int8"
@@ -69,13 +69,13 @@ def table(number: Number) -> Tensor:
 class QuantizedWeight:
     """w[o, i] = (number[o, i] − zero) · scale · unit / divisor, with the zero and scale of the group of o and i.
 
-    `codes` uint8 are the numbers' bits, [outputs, inputs], or [outputs, ⌈inputs / 2⌉] where two are in a byte. Groups
-    are `rows` outputs by `columns` inputs large; the first output and input stand at `first` in theirs, which is
-    not the group's beginning where a rank has a part of a weight. `column_groups` int32 [inputs] says an input's group
-    where inputs were ordered otherwise. `scale` and `zero` are [groups of outputs, groups of inputs], the first in the
-    checkpoint's own type; one zero for all is a number. `rounds_inputs`: it is made to be multiplied with inputs in as
-    few bits, which are rounded as they come, or, with an `input_scale`, to multiples of that. `stored_as`: products of
-    numbers and scales are rounded to this type, as the library does that made it.
+    `codes` uint8 are the numbers' bits, [outputs, inputs], or [outputs, ⌈inputs / 2⌉] with two in a byte. Groups have
+    `rows` outputs by `columns` inputs; `first` is the position of the first output and input in their group, which is
+    not 0 if a rank has a part of a weight. `column_groups` int32 [inputs] is the group of each input if inputs were
+    reordered. `scale` and `zero` are [groups of outputs, groups of inputs], the first in the checkpoint's type; a
+    common zero is a number. `rounds_inputs`: it is meant for inputs with as few bits, rounded dynamically, or, with an
+    `input_scale`, to multiples of that. `stored_as`: products of numbers and scales are rounded to this type, as in the
+    library that made it.
     """
 
     number: Number
@@ -95,8 +95,8 @@ class QuantizedWeight:
 
     @classmethod
     def rounded(cls, weight: Tensor, *, inputs: bool = False) -> QuantizedWeight:
-        """A weight [outputs, inputs] in 8 bits with a scale for each output: its largest number becomes ±127. With
-        `inputs` it is to be multiplied with inputs that are rounded as well."""
+        """A weight [outputs, inputs] rounded to 8 bits with a scale for each output: its largest number becomes ±127.
+        With `inputs` it is to be multiplied with rounded inputs as well."""
         scale = weight.abs().amax(1).float().clamp(min=torch.finfo(torch.float32).tiny) / _HIGHEST
         values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         for part, whole, factor in zip(values.split(1024), weight.split(1024), scale.split(1024), strict=True):
@@ -152,7 +152,8 @@ class QuantizedWeight:
         return self.column_groups is None and not self.first[1] and self.inputs == self.scale.shape[1] * self.columns
 
     def of_outputs(self, grid: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
-        """[groups of outputs, groups of inputs] → [end − begin, groups of inputs]: what the outputs' groups have."""
+        """[groups of outputs, groups of inputs] → [end − begin, groups of inputs]: the values of the outputs'
+        groups."""
         outputs = torch.arange(len(self.codes), device=self.codes.device)[begin:end]
         return grid[(outputs + self.first[0]) // self.rows]
 
@@ -178,8 +179,8 @@ class QuantizedWeight:
 
 
 def rounded_rows(x: Tensor, scale: float = 0.0) -> tuple[Tensor, Tensor]:
-    """x float32 [m, inputs] → numbers int8 [m, inputs], and scales [m] that they are to be multiplied with: this one,
-    or one of each row's own where it is 0, and none where one of a row is not a finite number."""
+    """x float32 [m, inputs] → numbers int8 [m, inputs], and their scales [m]: the given one or, if that is 0, one for
+    each row, which is NaN if the row is not finite."""
     largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
     own = torch.full_like(largest, scale) if scale else torch.where(largest > 0, largest / STEPS, 1.0)
     scales = torch.where(largest.isfinite(), own, torch.nan)
@@ -188,13 +189,13 @@ def rounded_rows(x: Tensor, scale: float = 0.0) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """Weights that are quantised alike, one below the other: w[o, i] = (number[o, i] − zero) · scale · unit[o], with
-    the zero and the scale of output o in the group that i is in.
+    """Weights that are quantised alike, stacked: w[o, i] = (number[o, i] − zero) · scale · unit[o], with the zero and
+    the scale of output o in the group of i.
 
-    `codes` are as in `QuantizedWeight`. `scale` [groups, outputs] is in the checkpoint's own type. `zero` int32 is
-    [groups, outputs], or [1, outputs] where all groups of an output have the same, or [0, outputs] where there is none.
-    `unit` is float32 [outputs]. Inputs, in the order of `order` int64 [inputs] if there is one, lie group by group:
-    `ends` int32 [groups] has the place behind each one's last. `rounds_inputs` as there.
+    `codes` are as in `QuantizedWeight`. `scale` [groups, outputs] is in the checkpoint's type. `zero` int32 is [groups,
+    outputs], or [1, outputs] if all groups of an output have the same, or [0, outputs] without zeros. `unit` is float32
+    [outputs]. Inputs, in the order `order` int64 [inputs] if given, are sorted by group: `ends` int32 [groups] is the
+    end of each. `rounds_inputs` as there.
     """
 
     number: Number
@@ -209,8 +210,8 @@ class GroupedWeight:
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GroupedWeight | None:
-        """Weights over the same inputs; `order` int64 [outputs] says where each of their outputs goes. None where they
-        are not quantised alike. Raises ValueError where a weight is not a number."""
+        """Weights over the same inputs; `order` int64 [outputs] says where each of their outputs goes. None if they are
+        not quantised alike. Raises ValueError for an invalid weight."""
         first = parts[0]
         if not all(_alike(each, first) for each in parts):
             return None
@@ -263,14 +264,14 @@ def _alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
 
 
 def _order(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
-    """The group of each input, and the order in which groups come one after the other; None where they do."""
+    """The group of each input, and the order that sorts inputs by group; None if they are sorted."""
     groups = weight.groups_of_inputs().long()
     ordered = groups.sort(stable=True)
     return groups, None if torch.equal(ordered.values, groups) else ordered.indices
 
 
 def _zeros(parts: Sequence[QuantizedWeight]) -> Tensor:
-    """int [outputs, groups], [outputs, 1] where an output's groups have one zero, [outputs, 0] where there is none."""
+    """int [outputs, groups], [outputs, 1] if an output's groups have one zero, [outputs, 0] without zeros."""
     found = [
         each.of_outputs(each.zero)
         if isinstance(each.zero, Tensor)
@@ -284,8 +285,8 @@ def _zeros(parts: Sequence[QuantizedWeight]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """Weights over the same inputs, one below the other: q, k and v of one layer may be quantised each in its way.
-    `places` int64 [outputs] says which of the stack's outputs comes where, None: they come in order."""
+    """Weights over the same inputs, stacked: q, k and v of one layer may be quantised differently. `places` int64
+    [outputs] says where each of the stack's outputs goes, None: they are in order."""
 
     parts: Sequence[LaidOut]
     places: Tensor | None = None

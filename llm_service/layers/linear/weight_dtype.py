@@ -1,4 +1,4 @@
-"""What type weights are kept in: what they may be rounded to, and 16 bits where nothing is lost by it."""
+"""The type of weights in memory: what they may be rounded to, and 16 bits if that loses nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What is rounded before it is multiplied: weights to `int8`, and with `inputs` rows as well; to `bfloat16`, on
-    CPUs that multiply it faster, rows, and weights that have not fewer bits."""
+    """What is rounded before a product: weights to `int8`, and with `inputs` rows as well; to `bfloat16`, on CPUs that
+    multiply it faster, rows, and weights with at least as many bits."""
 
     int8: bool = False
     bfloat16: bool = False

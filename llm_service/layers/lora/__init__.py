@@ -1,1 +1,1 @@
-"""LoRA: what adapters add to the rows of linear layers."""
+"""LoRA: what adapters add to the output of linear layers."""

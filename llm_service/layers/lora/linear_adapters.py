@@ -1,6 +1,5 @@
-"""LoRA on a packed linear layer: y += x Aᵀ Bᵀ for the rows of those sequences that have an adapter, by slots of a fixed
-rank (Hu et al. 2021; rows of several adapters in one batch as in Punica, Chen et al. 2023). Rows without one are not
-touched."""
+"""LoRA on a packed linear layer: y += x Aᵀ Bᵀ for the rows of sequences with an adapter, by slots of a fixed rank (Hu
+et al. 2021; rows of several adapters in one batch as in Punica, Chen et al. 2023). Rows without one are not touched."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from llm_service.layers.lora.slots import LowRank, LowRankSlots, PlainSlots, Run
 
 
 class AdapterKernel(Enum):
-    """What adds to rows next to which others have another adapter; the value is the number of rows of one adapter from
-    which on torch's products are faster. NONE: torch's alone."""
+    """The kernel for rows next to rows with other adapters; the value is the number of rows of one adapter from which
+    on torch's products are faster. NONE: torch only."""
 
     NONE = 1
-    CPU = 32  # reads an adapter anew for each row, from a cache where it is the row's before
-    GPU = 256  # reads it anew for each tile
+    CPU = 32  # reads an adapter for each row, from cache if the row before has it
+    GPU = 256  # reads it for each tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ def adapted_runs(slots: np.ndarray) -> list[AdaptedRun]:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """The rows of a batch that adapters add to: `long` runs, whose rows share what is read of an adapter, and the slot
-    of each row of the others, int64 [n], -1 for the rest; None where there are no others. `by_slots` and, on a GPU,
-    `tiles` are the others as kernels take them."""
+    """The rows of a batch with adapters: `long` runs, whose rows share what is read of an adapter, and the slot of each
+    other row, int64 [n], -1 for none; None if there are no others. `by_slots` and, on a GPU, `tiles` are the others in
+    the kernels' form."""
 
     long: list[AdaptedRun]
     few: np.ndarray | None
@@ -74,8 +73,8 @@ class AdaptedRows:
 
 @dataclass(slots=True)
 class AdapterRows:
-    """What all layers read of a step: which rows go through which slot. A step's last layer may compute some of the
-    rows alone, which are told apart by how many they are. The `kernel` for CPUs counts while numba's are selected."""
+    """What all layers read of a step: which rows use which slot. A step's last layer may compute only some of the rows,
+    which are recognised by their number. The `kernel` for CPUs applies while numba's kernels are selected."""
 
     kernel: AdapterKernel = AdapterKernel.NONE
     _by_count: dict[int, AdaptedRows] = field(default_factory=dict)
@@ -90,15 +89,15 @@ class AdapterRows:
         self._by_count = {}
 
     def use(self, slots: np.ndarray, places: np.ndarray) -> None:
-        """The slot of each row of the next step, int [n], -1 for none; `places` [m] are those that are wanted of its
-        last layer, in order: all of them where m is n. For a GPU, `put` follows."""
+        """The slot of each row of the next step, int [n], -1 for none; `places` [m] are the rows of its last layer, in
+        order: all rows if m is n. On a GPU, `put` follows."""
         kernel = self.kernel
         if kernel is AdapterKernel.CPU and not selection.is_numba():
             kernel = AdapterKernel.NONE
         self._by_count = {len(each): AdaptedRows.of(each, kernel.value) for each in (slots[places], slots)}
 
     def numbers(self) -> list[np.ndarray]:
-        """What a GPU's kernels read of the next step: to be moved there, and given to `put`."""
+        """What a GPU's kernels read of the next step: to be moved there, and passed to `put`."""
         if self.kernel is not AdapterKernel.GPU:
             return []
         return [tile_numbers(rows.few) for rows in self._by_count.values() if rows.few is not None]
@@ -112,8 +111,8 @@ class AdapterRows:
 
     @contextmanager
     def over(self, tiles: RowTiles | None) -> Iterator[None]:
-        """Meanwhile layers compute a batch of these tiles, whatever they hold by then; without tiles one without
-        adapters."""
+        """In this context layers compute a batch of these tiles, whatever they contain by then; without tiles, a batch
+        without adapters."""
         before = self._by_count
         self._by_count = {} if tiles is None else {tiles.tokens: AdaptedRows([], None, tiles=tiles)}
         try:
@@ -122,7 +121,7 @@ class AdapterRows:
             self._by_count = before
 
     def of(self, count: int) -> AdaptedRows:
-        """Those of a batch of so many rows."""
+        """The rows of a batch of so many rows."""
         return self._by_count[count]
 
 
@@ -139,7 +138,7 @@ class LinearAdapters:
         self._slots = _slots_for(rows.kernel)(slots, rank, linear.inputs, parts, like)
 
     def warm_up(self) -> None:
-        """Has a GPU's kernels compiled, where they are not."""
+        """Has a GPU's kernels compiled, if necessary."""
         self._slots.warm_up()
 
     @property
@@ -148,8 +147,7 @@ class LinearAdapters:
         return self.rows.any
 
     def put(self, slot: int, pairs: Mapping[str, LowRank]) -> None:
-        """Fills a slot with what an adapter has for the parts of this layer; those that are not there stay as the base
-        has them."""
+        """Fills a slot with an adapter's pairs for the parts of this layer; missing parts stay unchanged."""
         self._slots.put(slot, self.ordered(pairs))
 
     def ordered(self, pairs: Mapping[str, LowRank]) -> list[LowRank | None]:
@@ -158,7 +156,7 @@ class LinearAdapters:
         return [pair and pair.ordered(order) for pair, order in zip(own, self._orders, strict=True)]
 
     def put_ordered(self, slot: int, pairs: Sequence[LowRank | None], told: Tensor) -> None:
-        """As `put`, where all of it is on the device: nothing waits. `told` is what `told_of` gives."""
+        """As `put`, if everything is on the device: nothing waits. `told` is the result of `told_of`."""
         self._slots.put(slot, pairs, told)
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Which rows of a batch go through which adapter's slot, as kernels on a GPU read it: rows of one slot together, in
-tiles of a fixed height, so that a tile reads its adapter once (segments as in Punica's SGMV, Chen et al. 2023)."""
+"""Which rows of a batch use which adapter's slot, for kernels on a GPU: rows of one slot are sorted together into tiles
+of a fixed height, so that a tile reads its adapter once (segments as in Punica's SGMV, Chen et al. 2023)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TILE = 16
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """`rows` int32 [n] are places of a batch of n rows, those of one slot together; `tiles` int32 [t, 3] are a slot,
-    and where its rows begin and end in `rows`, TILE of them at most; a slot of -1 is no tile. Both lie in `packed`."""
+    """`rows` int32 [n] are batch positions of n rows, sorted by slot; `tiles` int32 [t, 3] are a slot, and where its
+    rows begin and end in `rows`, at most TILE of them; a slot of -1 is padding. Both are in `packed`."""
 
     packed: Tensor
     tokens: int
 
     @classmethod
     def nobody(cls, tokens: int, slots: int, device: torch.device) -> Self:
-        """Of a batch without adapters, with room for any that has some of so many slots."""
+        """A batch without adapters, with room for any with so many slots."""
         return cls(torch.from_numpy(tile_numbers(np.full(tokens, -1), most_tiles(tokens, slots))).to(device), tokens)
 
     @property
@@ -40,7 +40,7 @@ class RowTiles:
         return self.packed[_room(self.tokens) :].view(-1, 3)
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
-        """What is to stand in `packed` for a batch of as many rows or fewer, of these slots: int [n], -1 for none."""
+        """The content of `packed` for a batch of at most as many rows, with these slots: int [n], -1 for none."""
         padded = np.full(self.tokens, -1)
         padded[: len(slots)] = slots
         return tile_numbers(padded, len(self.tiles))
@@ -56,7 +56,7 @@ def most_tiles(tokens: int, slots: int) -> int:
 
 
 def tile_numbers(slots: np.ndarray, room: int | None = None) -> np.ndarray:
-    """int32, what `RowTiles` has in `packed` for rows of these slots, int [n], -1 for none; with `room` for so many
+    """int32, the content of `RowTiles.packed` for rows with these slots, int [n], -1 for none; with `room` for so many
     tiles, else for those that there are."""
     order = np.argsort(slots, kind="stable")
     order = order[slots[order] >= 0]

@@ -1,4 +1,4 @@
-"""Pairs of matrices of a low rank, and slots that hold one for each part of a layer, where steps compute from them."""
+"""Pairs of low-rank matrices, and slots with one pair for each part of a layer, from which steps compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Runs = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """This rank's part of A [r, inputs] and B [outputs of a part, r], whose product is to be multiplied by `scale`: in
+    """This rank's part of A [r, inputs] and B [outputs of a part, r], whose product is multiplied by `scale`: in
     float32 between the two, since B times it would need more bits than B."""
 
     a: Tensor
@@ -33,8 +33,8 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """Rows of a batch that go through slots, in the order of these, in which slots lie in memory: `places` int64 [m],
-    and `slots` int64 [m], the slot of each."""
+    """Rows of a batch that use slots, sorted by slot, in the order of slots in memory: `places` int64 [m], and `slots`
+    int64 [m], the slot of each."""
 
     places: np.ndarray
     slots: np.ndarray
@@ -52,14 +52,14 @@ class SlotRows:
 
 
 def told_of(pairs: Sequence[LowRank | None]) -> np.ndarray:
-    """What kernels are told of the pairs of a slot, int32 [2, parts]: their ranks, and the bits of their scales."""
+    """The kernels' description of a slot's pairs, int32 [2, parts]: their ranks, and the bits of their scales."""
     ranks = np.array([0 if pair is None else len(pair.a) for pair in pairs], np.int32)
     scales = np.array([0.0 if pair is None else pair.scale for pair in pairs], np.float32)
     return np.stack([ranks, scales.view(np.int32)])
 
 
 class LowRankSlots(ABC):
-    """`ranks` int64 and `scales` float32 [slots, parts] of the pairs that slots hold, 0 where there is none."""
+    """`ranks` int64 and `scales` float32 [slots, parts] of the slots' pairs, 0 where there is none."""
 
     def __init__(self, slots: int, parts: Sequence[Runs]) -> None:
         """`parts` are the outputs of each."""
@@ -68,8 +68,8 @@ class LowRankSlots(ABC):
         self._parts = parts
 
     def put(self, slot: int, pairs: Sequence[LowRank | None], told: Tensor | None = None) -> None:  # noqa: ARG002
-        """Fills a slot with a pair for each part; the rows of B are in the order of the part's outputs. `told` is what
-        `told_of` gives, where that is on the slots' device already."""
+        """Fills a slot with a pair for each part; rows of B are in the order of the part's outputs. `told` is the
+        result of `told_of`, if that is on the slots' device already."""
         for part, pair in enumerate(pairs):
             self.ranks[slot, part] = 0 if pair is None else len(pair.a)
             self.scales[slot, part] = 0.0 if pair is None else pair.scale
@@ -88,7 +88,7 @@ class LowRankSlots(ABC):
         """Bᵀ by the outputs of the part: begin, end, and [r, end - begin]."""
 
     def warm_up(self) -> None:  # noqa: B027 - most have nothing to do
-        """Has kernels compiled, where they are not."""
+        """Has kernels compiled, if necessary."""
 
     def add(self, x: Tensor, out: Tensor, rows: SlotRows | RowTiles) -> None:
         """Adds to out [n, outputs] for x [n, inputs] by a kernel; on a GPU rows lie in tiles."""
@@ -100,7 +100,7 @@ class LowRankSlots(ABC):
 
 
 class PlainSlots(LowRankSlots):
-    """`a` [slots, parts, rank, inputs] and `b` [slots, rank, outputs]; what is beyond a pair's rank is not read."""
+    """`a` [slots, parts, rank, inputs] and `b` [slots, rank, outputs]; numbers beyond a pair's rank are not read."""
 
     def __init__(self, slots: int, rank: int, inputs: int, parts: Sequence[Runs], like: Tensor) -> None:
         """The slots are of the type and on the device of `like`."""

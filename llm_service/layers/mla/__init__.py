@@ -1,1 +1,1 @@
-"""Multi-head latent attention (MLA): of a token one latent is cached, of which all heads make keys and values."""
+"""Multi-head latent attention (MLA): one latent per token is cached, from which all heads make keys and values."""

@@ -1,5 +1,5 @@
-"""Latent attention by torch's operators: of each chunk in the form that takes fewer products. Queries are absorbed into
-what meets latents, or keys and values are made of all latents that a chunk sees."""
+"""Latent attention by torch's operators, for each chunk in the form that takes fewer products: queries are absorbed and
+multiplied with latents, or keys and values are expanded from all latents that a chunk sees."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ def attend_expanded(
     products: KvUpProjections,
     sinks: Tensor | None = None,
 ) -> None:
-    """Fills out [n, heads, value] for queries [n, heads, rotated + plain] and what is kept of the tokens that they see,
-    [m, rank + rotated], one head's keys and values after the other; `mask` and
-    `sinks` are as in `attend_to_one`, and so is what is computed behind these."""
+    """Fills out [n, heads, value] for queries [n, heads, rotated + plain] and the cached latents of the tokens that
+    they see, [m, rank + rotated], head by head; further arguments are as in `attend_to_one`."""
     latents, rotated = keys.split([shape.rank, shape.rotated], dim=1)
     latents, rotated = latents.to(query.dtype), rotated.float()
     for head in range(query.shape[1]):
@@ -75,6 +74,6 @@ def attend_expanded(
 
 
 def _stretches(count: int, seen: int) -> Iterator[slice]:
-    """Of so many tokens those that are computed at once."""
+    """The parts of so many tokens that are computed at once."""
     tokens = max(1, _ROOM // (4 * seen))
     return (slice(begin, begin + tokens) for begin in range(0, count, tokens))

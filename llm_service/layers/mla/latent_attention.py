@@ -1,5 +1,5 @@
-"""Latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): of a token one latent is kept, of which all heads
-make their keys and values, and one rotated key that all share."""
+"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): one latent per token is cached, from
+which all heads make keys and values, and one rotated key that all share."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from llm_service.model_config.text import TextConfig
 
 
 class SinksLatents(Protocol):
-    """A batch over latents whose `attend` knows scores, float32 [heads], of something that nobody attends to."""
+    """A batch over latents whose `attend` supports sinks, float32 [heads]."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, sinks: Tensor | None, /) -> Tensor: ...
 
 
 class HeadSinks(nn.Module):
-    """Of each of these heads the score of something that nobody attends to, float32."""
+    """The sinks of these heads: scores without values, float32."""
 
     def __init__(self, heads: slice) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class HeadSinks(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """The cache has one head: a key is a latent, and behind it the rotated numbers; its value is the latent. Queries
-    are multiplied with the heads' matrices for keys before they meet it, and what comes out with those for values.
+    """The cache has one head: a key is a latent followed by the rotated numbers; its value is the latent. Queries are
+    multiplied with the heads' key matrices before they meet it, and results with the value matrices.
 
-    Heads are split over ranks; latents are computed, and kept, by each. A head's rotated numbers lie before the plain
-    ones here, since it is the first ones of a head that are rotated. Its family says whether each head has a gate for
-    what is attended to, or one for each number of that, and whether it has a sink. A layer that attends to latents of
-    another one makes queries alone.
+    Heads are split over ranks; every rank computes and caches latents. A head's rotated numbers come before the plain
+    ones here, since the first ones of a head are rotated. The family says whether each head has a gate on its output,
+    or one for each number of it, and whether it has a sink. A layer that uses another layer's latents only makes
+    queries.
     """
 
     stored_as: ClassVar[str] = "self_attn"
@@ -105,7 +105,7 @@ class LatentAttention(nn.Module):
         return PagedKV(self.heads, 1, self.shape.width, self._kind, self.shape.rank)
 
     def cache_spec(self) -> PagedKV | IndexedKV:
-        """What is kept of tokens."""
+        """What is cached of tokens."""
         return self.kept
 
     def state_backend(self) -> StateBackend:
@@ -113,13 +113,13 @@ class LatentAttention(nn.Module):
         raise NotImplementedError
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """x [n, hidden] → this rank's queries [n, heads, rotated + plain], what is kept [n, 1, rank + rotated], and
-        where there are gates these, [n, heads, 1 or value]."""
+        """x [n, hidden] → this rank's queries [n, heads, rotated + plain], the cached latent [n, 1, rank + rotated],
+        and gates [n, heads, 1 or value], if there are any."""
         made, latent = self.apart(x)
         return self.queries(self.resid(made), rotary), self.key(latent, (rotary[0], rotary[1])), *self.gates(x)
 
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [n, hidden] → what `resid` takes, and what `key` does, of no numbers where another layer has it."""
+        """x [n, hidden] → the inputs of `resid` and of `key`; the latter is empty if another layer has it."""
         made, latent = self.down(x).split([self.down.outputs - self._made, self._made], dim=1)
         return made, latent
 
@@ -133,11 +133,11 @@ class LatentAttention(nn.Module):
         return None if self.sinks is None else self.sinks.scores
 
     def resid(self, made: Tensor) -> Tensor:
-        """What queries are made of, normed, [n, query_rank]; where that is the layer's input, queries themselves."""
+        """The normed latent of queries, [n, query_rank]; without one, the queries themselves."""
         return made if self.q_norm is None else self.q_norm(made)
 
     def queries(self, resid: Tensor, rotary: Rotary) -> Tensor:
-        """What `resid` gave → queries [n, heads, rotated + plain], which may grow with their places."""
+        """The result of `resid` → queries [n, heads, rotated + plain], which may grow with their positions."""
         heads = (resid if self.q is None else self.q(resid)).view(len(resid), self.heads, self.shape.query)
         query = heads
         if self.shape.rotated:
@@ -147,7 +147,7 @@ class LatentAttention(nn.Module):
         return (query * rotary[2]).to(query.dtype) if self._grows else query
 
     def key(self, latent: Tensor, rotary: Rotary) -> Tensor:
-        """What the input gives for a latent and a rotated key [n, rank + rotated] → what is kept, [n, 1, the same]."""
+        """The projected latent and rotated key [n, rank + rotated] → the cached form, [n, 1, the same]."""
         assert self.kv_norm is not None, "the layer has latents of its own"
         rank, norm = self.shape.rank, self.rotated_norm
         normed: Tensor = self.kv_norm(latent[:, :rank]).unsqueeze(1)
@@ -163,13 +163,13 @@ class LatentAttention(nn.Module):
         return self.opened(self.attended(query, key, cache, batch), gates)
 
     def opened(self, attended: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """[n, heads · value], by the heads' gates, if there are any."""
+        """[n, heads · value], multiplied by the heads' gates, if there are any."""
         if not gates:
             return attended
         return (attended.view(len(attended), self.heads, -1) * sigmoid(gates[0])).flatten(1)
 
     def attended(self, query: Tensor, key: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """What `project` gave → [n, heads · value]; a layer's cache has this batch's keys afterwards."""
+        """The result of `project` → [n, heads · value]; a layer's cache includes this batch's keys afterwards."""
         if isinstance(batch, TorchBatch):
             keys, _ = batch.store(key, key[..., : self.shape.rank], cache)
             return mix_chunks(query, keys[:, 0], batch, self.shape, self.products, self.lost)
@@ -183,7 +183,7 @@ class LatentAttention(nn.Module):
 
 
 class GrownNorm(RMSNorm):
-    """What it gives is multiplied by `growth`, by way of the weight, which is in float32 then; `order` int64 [size]
+    """A norm whose output is multiplied by `growth`, through the weight, which is then float32; `order` int64 [size]
     says where each number of a checkpoint's goes."""
 
     def __init__(
@@ -216,11 +216,11 @@ def rotated_first(heads: int, plain: int, rotated: int, *, neighbours: bool) -> 
 
 
 def _pairs(rotated: int, *, neighbours: bool) -> Tensor:
-    """Where rotated numbers go, so that the first ones of their pairs come before the second ones."""
+    """The order of rotated numbers in which the first ones of all pairs precede the second ones."""
     places = torch.arange(rotated)
     return places.view(2, -1).t().flatten() if neighbours and rotated else places
 
 
 def _rows(heads: slice, size: int) -> slice:
-    """The rows of some heads, of so many numbers each."""
+    """The rows of some heads, with so many numbers each."""
     return slice(heads.start * size, heads.stop * size)

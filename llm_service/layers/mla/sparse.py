@@ -1,6 +1,6 @@
-"""Latent attention to the tokens that an index chooses, as in DeepSeek-V3.2: for queries that meet latents, those that
-each has chosen are gathered, where that takes less than to go through all. Layers may see what an earlier one's index
-chose, and have an earlier one's latents, as in Mistral Large 4."""
+"""Latent attention to tokens that an index chooses, as in DeepSeek-V3.2: for absorbed queries, the tokens chosen by
+each are gathered, if that is cheaper than reading all. Layers may use an earlier one's choice, and an earlier one's
+latents, as in Mistral Large 4."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from llm_service.model_config.text import TextConfig
 
 
 class SparseLatentAttention(LatentAttention):
-    """What `mix` takes of queries and latents is followed by what the index makes of the same tokens, unless what
-    another layer's index chose counts."""
+    """`mix` takes queries and latents, followed by the index's output for the same tokens, unless another layer's
+    choice applies."""
 
     indexer: ClassVar[type[TokenIndexer]] = TokenIndexer
 
@@ -63,7 +63,7 @@ class SparseLatentAttention(LatentAttention):
         attention: AttentionBatch = batch[0]
         index: ChosenBatch | TokenDecodes = batch[1]
         latents = indexed.kv[0].flatten(0, 1)
-        own = self._keys_of is None  # else what attends writes the same once more
+        own = self._keys_of is None  # else attention would write the same again
         key = others.pop(0) if own else latents[index.written].to(query.dtype)
         gates = [others.pop(0)] if self.head_gates is not None else []
         if self.index is not None:
@@ -90,7 +90,7 @@ class SparseLatentAttention(LatentAttention):
     def _choice(
         self, asked: list[Tensor], cache: Tensor, index: ChosenBatch | TokenDecodes, kept: HandedOn | None
     ) -> list[Tensor]:
-        """What the index chooses, as the batch gives it, or what the last one before it chose."""
+        """The index's choice, in the form of its batch, or that of the last layer before."""
         if self.index is None:
             assert kept is not None, "an earlier layer chose"
             assert kept.choice is not None, "an earlier layer chose"
@@ -110,9 +110,9 @@ def mix_chosen(
     products: KvUpProjections,
     sinks: Tensor | None = None,
 ) -> None:
-    """Fills out [n, heads, value] at the places of these chunks, of which each token sees some places, int64 [count,
-    k], -1 where there are no more, for queries [n, heads, rotated + plain] and all that the cache keeps, [slots, 1,
-    rank + rotated]; `sinks` float32 [heads] are as in `attend_by_scores`."""
+    """Fills out [n, heads, value] at the positions of these chunks, whose tokens see the positions int64 [count, k], -1
+    for none, for queries [n, heads, rotated + plain] and the whole cache, [slots, 1, rank + rotated]; `sinks` float32
+    [heads] are as in `attend_by_scores`."""
     absorbed = list[tuple[ChosenChunk, Tensor]]()
     for chunk, chosen in parts:
         total, count = len(chunk.slots), chunk.end - chunk.begin

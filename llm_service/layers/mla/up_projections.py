@@ -1,4 +1,4 @@
-"""The matrices by which heads make keys and values of a latent that they share."""
+"""The matrices by which heads make keys and values from the shared latent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from llm_service.model_config.latent import LatentHeads
 
 
 class KvUpProjections(nn.Module):
-    """This rank's heads' matrices, [heads, plain + value, rank]: what makes the plain part of a key of a latent, and
-    below that what makes a value. A key need not be made to be multiplied with a query: q · (K c) = (Kᵀ q) · c. Nor do
-    values: Σ w (V c) = V (Σ w c). Quantised ones are widened as they are read, since queries take them the other way
-    round."""
+    """This rank's heads' matrices, [heads, plain + value, rank]: the one for the plain part of a key, followed by the
+    one for a value. Keys need not be expanded to multiply them with a query: q · (K c) = (Kᵀ q) · c. Nor do values: Σ w
+    (V c) = V (Σ w c). Quantised matrices are dequantised when read, since queries use them transposed."""
 
     def __init__(self, shape: LatentHeads, heads: int, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,14 +30,14 @@ class KvUpProjections(nn.Module):
         fill(self.weight.view(-1, self.weight.shape[2]), stored[self._rows, :])
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Queries [n, heads, rotated + plain] → those that are multiplied with what is kept, [n, heads, rank +
+        """Queries [n, heads, rotated + plain] → absorbed ones, to be multiplied with the cache, [n, heads, rank +
         rotated]."""
         rotated, plain = query.split([self._shape.rotated, self._shape.plain], dim=2)
         absorbed = torch.bmm(plain.transpose(0, 1), self.weight[:, : self._shape.plain]).transpose(0, 1)
         return torch.cat([absorbed, rotated], dim=2)
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Sums of weighted latents [n, heads, rank] → those of values, [n, heads · value]."""
+        """Weighted sums of latents [n, heads, rank] → those of values, [n, heads · value]."""
         matrices = self.weight[:, self._shape.plain :].transpose(1, 2)
         return torch.bmm(mixed.transpose(0, 1), matrices).transpose(0, 1).flatten(1)
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routers, experts, what all tokens share, and what families change of that."""
+"""Mixtures of experts: routers, experts, shared experts, and families' variants."""

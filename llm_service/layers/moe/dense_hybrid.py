@@ -19,8 +19,8 @@ from llm_service.model_config.text import TextConfig
 
 
 class NormedRouter(nn.Module):
-    """Scores normed rows. What goes through an expert counts by its share of the likeliest ones' probabilities, times a
-    number of that expert's own."""
+    """Scores normed rows. An expert's weight is its share of the chosen experts' probabilities, times a number of its
+    own."""
 
     ops: RowOps = TORCH
 
@@ -39,7 +39,7 @@ class NormedRouter(nn.Module):
 
 
 class _Gain(nn.Module):
-    """What a normed row is multiplied by before it is scored: that of a checkpoint, over the root of its length."""
+    """The factor of a normed row before it is scored: the checkpoint's, divided by the square root of the width."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class _Gain(nn.Module):
 
 
 class DenseHybridExperts(Routed):
-    """Adds to what a layer's dense part gives what experts give, each normed before and experts' after as well. In a
-    checkpoint its parts stand beside the dense one."""
+    """Adds experts' output to that of a layer's dense part; both are normed before, and the experts' after as well. In
+    a checkpoint its parts are beside the dense one."""
 
     stored_as: ClassVar[str] = ""
 
@@ -70,8 +70,8 @@ class DenseHybridExperts(Routed):
         self.in_norm = norm("pre_feedforward_layernorm_2")
 
     def forward(self, x: Tensor, dense: Tensor) -> Tensor:
-        """What goes into the layer's feed-forward parts, before any norm, and what the dense one gives, [n, hidden]
-        each → their sum, of the same shape."""
+        """The input of the layer's feed-forward parts before any norm, and the dense one's output, [n, hidden] each →
+        their sum, of the same shape."""
         weights, chosen = self.router(x)
         mixed = self._group.sum(self.mixture(self.in_norm(x), weights, chosen))
         out: Tensor = self.dense_norm(dense) + self.out_norm(mixed)

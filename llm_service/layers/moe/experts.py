@@ -22,7 +22,7 @@ from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.feed_forward import Activation
 
 _WITH_GATES, _WITHOUT_GATES = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
-"""An expert's matrices, where each has a tensor of its own."""
+"""An expert's matrices, if each has a tensor of its own."""
 
 
 class GroupedProduct(Protocol):
@@ -34,20 +34,20 @@ class GroupedProduct(Protocol):
         ...
 
     def grouped_product(self, x: Tensor, ends: Tensor, among: int = 0) -> Tensor:
-        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its matrix. Those
-        behind the last end become anything: they are other experts', `among` so many as have all of the rows; 0: these
-        have."""
+        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its matrix. Rows
+        behind the last end are undefined: they belong to other experts, `among` so many as have all of the rows; 0:
+        these have."""
         ...
 
 
 class Experts(nn.Module):
     """All experts' weights, stacked: gate_up_proj [experts, 2 · inner, hidden], down_proj [experts, hidden, inner].
 
-    `inner` is this rank's part; gate and up are each split, so that the halves stay side by side. Where the group is
-    `expert_parallel`, `experts` is: the rank has its `own` of all `count`, whole. A checkpoint has them stacked, with
-    gate and up as one or as two, or each expert's three matrices apart, as quantised ones do, by the expert's number
-    before the matrix's name or behind it. Of stacked ones inputs come first with `inputs_first`, else where no other
-    order fits their shape. Without `has_gates` there is no gate, and the square of a ReLU between two products.
+    `inner` is this rank's part; gate and up are each split, so that the halves stay adjacent. If the group is
+    `expert_parallel`, the rank has its `own` of all `count` experts, whole. A checkpoint has them stacked, with gate
+    and up in one or two tensors, or each expert's three matrices apart, as quantised ones do, with the expert's number
+    before the matrix's name or behind it. Stacked ones have inputs first with `inputs_first`, or if no other order fits
+    their shape. Without `has_gates` there is no gate, and a squared ReLU between two products.
     """
 
     ops: RowOps = TORCH
@@ -97,7 +97,7 @@ class Experts(nn.Module):
         return stacked
 
     def _places_apart(self) -> Iterator[tuple[str, int, Place]]:
-        """What reads each matrix of each expert, those of other ranks included."""
+        """The reader of each matrix of each expert, including other ranks'."""
         numbers = self._numbers()
         for kind in self._apart:
             for expert in range(self.count):
@@ -143,7 +143,7 @@ class Experts(nn.Module):
         return self._inputs_first or shape[1:] == (inputs, outputs) != (outputs, inputs)
 
     def _place_half(self, kind: str, stored: Stored) -> None:
-        """One of two stacked matrices of which others have one, [experts, out, in]."""
+        """One of two stacked matrices that others have in one, [experts, out, in]."""
         if (stated := stored.get_shape()[0]) != self.count:
             raise ValueError(f"it is of {stated} experts, expected {self.count}")
         begin = self.gate_up_proj.shape[1] // 2 if kind == "up_proj" else 0
@@ -171,8 +171,8 @@ class Experts(nn.Module):
         return not self._missing
 
     def run_grouped(self, x: Tensor, ends: Tensor) -> Tensor:
-        """[m, hidden] → this rank's part of [m, hidden]; rows of its expert e end before row `ends[e]`, int32. Those
-        behind are other ranks', and become anything."""
+        """[m, hidden] → this rank's part of [m, hidden]; rows of its expert e end before row `ends[e]`, int32. Rows
+        behind belong to other ranks, and are undefined."""
         if self.grouped is not None:
             gate_up, down = self.grouped
             inner = self._opened(gate_up.grouped_product(x, ends, self.count), ends)
@@ -187,7 +187,7 @@ class Experts(nn.Module):
 
     def finalize(self, *, rounded: Rounded = EXACT) -> None:
         """Called when the weights are final: on a CPU they are laid out for speed; quantised ones, and those rounded to
-        int8, stay in 8 or 4 bits on any device. `run_grouped` needs the plain ones, or those for GPUs."""
+        int8, stay in 8 or 4 bits on any device. `run_grouped` needs plain ones, or those for GPUs."""
         device = self.gate_up_proj.device
         if self._quantized:
             self._finalize_quantized(device, rounded)

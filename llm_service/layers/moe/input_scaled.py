@@ -1,4 +1,4 @@
-"""Experts whose inputs, and not their outputs, are multiplied by what a router says, as in Llama 4."""
+"""Experts whose inputs, instead of their outputs, are multiplied by the router's weights, as in Llama 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that compute narrower rows than the layer's, each of whose outputs is normed, as in Muse Spark."""
+"""Experts on rows narrower than the layer's, each with a norm on its output, as in Muse Spark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_service.model_config.text import TextConfig
 
 
 class ScaledInputNorm(nn.Module):
-    """Scales by 1 + weight, and norms what that gives, in float32."""
+    """Scales by 1 + weight, and norms the result, in float32."""
 
     ops: RowOps = TORCH
 
@@ -43,7 +43,7 @@ class ScaledInputNorm(nn.Module):
 
 
 class LatentExperts(Routed):
-    """Projects rows to those of experts and back. A token's experts are chosen by the layer's rows."""
+    """Projects rows to the experts' width and back. A token's experts are chosen by the layer's rows."""
 
     def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Experts by modality, as in ERNIE 4.5: tokens of text go through some, those of media and the marks around them
-through others, and all through shared ones."""
+"""Experts by modality, as in ERNIE 4.5: text tokens use some, media tokens and the marks around them others, and all
+use shared ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 _OF = "text_moe", "vision_moe"
-"""What transformers calls those of text and of media; published checkpoints number all experts, and have a router's
-matrix the other way round."""
+"""transformers' names of those for text and for media; published checkpoints number all experts consecutively, and have
+a router's matrix transposed."""
 _BIAS = "moe_statics.e_score_correction_bias"
 
 
 class ModalityRouters(nn.Module):
-    """Take the likeliest experts by their probabilities with a correction for each, and have these count by the
-    probabilities alone, over their sum. In float32, whatever the other weights are."""
+    """Choose the likeliest experts by probabilities plus a correction for each, and weight them by the probabilities
+    alone, normalised. In float32, whatever the type of other weights."""
 
     def __init__(self, experts: int, per_token: int, hidden: int, least: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ModalityRouters(nn.Module):
         self._missing = {(kind, of) for kind in ("weight", "correction") for of in range(2)}
 
     def targets(self, _: str) -> dict[str, Place]:
-        """See `Placed`: those of transformers, or those of a published checkpoint."""
+        """See `Placed`: the names of transformers, or those of a published checkpoint."""
         named = {f"{name}.gate.weight": partial(self._place, of) for of, name in enumerate(_OF)}
         named |= {f"{name}.gate.{_BIAS}": partial(self._place_correction, of) for of, name in enumerate(_OF)}
         both = {"gate.weight": partial(self._place_published, 0), "gate.weight_1": partial(self._place_published, 1)}
@@ -75,7 +75,7 @@ class ModalityRouters(nn.Module):
 
 
 class ModalityStack(Experts):
-    """Those of text, `of` 0, or of media, 1."""
+    """The experts for text (`of` 0) or for media (1)."""
 
     def __init__(
         self, of: int, count: int, hidden: int, inner: int, group: TensorGroup, dtype: torch.dtype, config: TextConfig
@@ -95,7 +95,7 @@ class ModalityStack(Experts):
 
 
 class ModalitySet(Routed):
-    """Experts of one kind of tokens; in a checkpoint they stand beside those of the other."""
+    """Experts for one kind of tokens; in a checkpoint they are beside those for the other."""
 
     stored_as: ClassVar[str] = ""
 
@@ -105,7 +105,7 @@ class ModalitySet(Routed):
 
 
 class ModalityExperts(nn.Module):
-    """What follows in a layer."""
+    """The feed-forward part of such a layer."""
 
     def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class ModalityExperts(nn.Module):
             self.shared_experts = MLP(*given, activation=config.activation)
 
     def forward(self, x: Tensor, media: Tensor) -> Tensor:
-        """x [n, hidden], and which tokens are media's, bool [n] → [n, hidden]."""
+        """x [n, hidden], and which tokens are media, bool [n] → [n, hidden]."""
         out = (self._apart if x.device.type == "cpu" else self._both)(x, media)
         if self.shared_experts is not None:
             out = out + self.shared_experts.run(x)

@@ -1,4 +1,4 @@
-"""A decoder layer whose feed-forward part is told which tokens are media's."""
+"""A decoder layer whose feed-forward part is told which tokens are media."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_service.layers.mixer import HandedOn, Rotary
 
 
 class ModalityLayer(DecoderLayer):
-    """One with experts by modality, and no norms behind its parts."""
+    """A layer with experts by modality, without norms behind its parts."""
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Which experts a token goes through, and by how much each counts."""
+"""Routers: which experts a token uses, and their weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from llm_service.model_config.experts import GroupedExperts
 
 
 class GroupedRouter(nn.Module):
-    """Scores each expert by a sigmoid, as DeepSeek-V3 does. Which ones a token goes through depends on scores with a
-    correction for each expert, and so does which groups these may be of: those with the greatest sums of their two
-    best. By how much, on the scores alone. Or scores are probabilities among all, and there are no corrections. In
-    float32, whatever the other weights are."""
+    """Scores each expert by a sigmoid, as DeepSeek-V3 does. Experts are chosen by scores plus a correction for each,
+    within the groups with the highest sums of their two best scores; their weights are the scores alone. Or scores are
+    probabilities over all experts, without corrections. In float32, whatever the type of other weights."""
 
     def __init__(self, experts: int, per_token: int, hidden: int, grouped: GroupedExperts) -> None:
         super().__init__()
@@ -43,8 +42,8 @@ class GroupedRouter(nn.Module):
 
 
 class ProbabilityRouter(nn.Module):
-    """Takes the likeliest experts by their probabilities among all, which are their weights as well, times `scale`:
-    they do not sum up to 1. In float32, whatever the other weights are."""
+    """Chooses the likeliest experts by their probabilities among all, which are their weights as well, times `scale`:
+    they do not sum to 1. In float32, whatever the type of other weights."""
 
     def __init__(self, experts: int, per_token: int, hidden: int, scale: float) -> None:
         super().__init__()
@@ -58,4 +57,4 @@ class ProbabilityRouter(nn.Module):
 
 
 _LEAST = 1e-20
-"""Added to what is divided by."""
+"""Added to divisors."""

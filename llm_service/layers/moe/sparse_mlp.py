@@ -1,4 +1,4 @@
-"""A mixture of experts as a layer's feed-forward part: a router, its experts, and what is shared by all tokens."""
+"""A mixture of experts as a layer's feed-forward part: a router, its experts, and shared experts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Routed(nn.Module):
     experts: Experts
 
     def mixture(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """x [n, hidden], weights and numbers of experts [n, per_token] each → this rank's part of the sums of what
-        these give, [n, hidden]."""
+        """x [n, hidden], weights and numbers of experts [n, per_token] each → this rank's part of their weighted sums,
+        [n, hidden]."""
         return (self._together if x.device.type == "cuda" else self._in_turn)(x, weights, chosen)
 
     def _in_turn(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -40,18 +40,18 @@ class Routed(nn.Module):
         return out
 
     def _together(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """All experts in one product over rows that are sorted by expert. Sums are in the order of the choice: they are
-        the same each time. There are as many rows whichever ranks' they are, so that this can be captured."""
+        """All experts in one product over rows sorted by expert. Sums are in the order of the choice, so they are
+        reproducible. The number of rows does not depend on which ranks they belong to, so that this can be captured."""
         routes = self.ops.sort_by_expert(chosen, self.experts.count, self.experts.own)
         out = self.experts.run_grouped(x[routes.rows], routes.ends)
         return self.ops.weighted_sum(out, routes.places, weights)
 
 
 class SparseMLP(Routed):
-    """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights, unless
-    a `scale` multiplies these as they are; where there is a shared expert, of size `shared_inner`, every token goes
-    through it as well, by 1, or, with a `shared_gate`, by a weight of its own. Of a token the others are given
-    `latent` numbers, if not all of it, and what they give is made as long as it again. `has_gates` is of all."""
+    """Routes each token to the `per_token` likeliest experts and sums their outputs by their normalised weights, or,
+    with a `scale`, by the weights times that. A shared expert, of size `shared_inner`, gets every token, with weight 1
+    or that of a `shared_gate`. With `latent`, routed experts work on so many numbers, projected from a token and back.
+    `has_gates` applies to all."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SparseMLP(Routed):
         latent: int = 0,
     ) -> None:
         """The shared expert has the others' activation unless it is given its own; with `fused` a checkpoint has its
-        gates and what they open as one matrix. `inputs_first` is as in `Experts`."""
+        gate and up projections in one matrix. `inputs_first` is as in `Experts`."""
         super().__init__()
         self._group, self._per_token = group, per_token
         self.gate: Linear | GroupedRouter | ProbabilityRouter

@@ -1,4 +1,4 @@
-"""Several streams between layers, of which a layer computes the first, and the others follow (AltUp: Baykal et al.
+"""Several streams between layers, the first of which a layer computes while the others follow (AltUp: Baykal et al.
 2023), as in Gemma 3n."""
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 _LEAST = 1e-5
-"""Of what the mean square of a stream is."""
+"""The least mean square of a stream."""
 
 
 class AltUp(nn.Module):
-    """What a layer does to streams before it computes one of them, and behind that."""
+    """Predicts streams before a layer computes one of them, and corrects them afterwards."""
 
     stored_as: ClassVar[str] = "altup"
 
@@ -48,13 +48,13 @@ class AltUp(nn.Module):
         return torch.baddbmm(streams, weights, streams)
 
     def correct(self, predicted: Tensor, made: Tensor) -> Tensor:
-        """What was predicted, [n, count, hidden], and what was made of its first stream, [n, hidden] → streams, each
-        with as much of the difference as follows from the latter."""
+        """Predicted streams [n, count, hidden], and the layer's output for the first, [n, hidden] → streams, each with
+        its share of the difference, which depends on the latter."""
         weights = self.corrections(self._routed(made)) + 1.0
         return torch.addcmul(predicted, weights.unsqueeze(2), (made - predicted[:, 0]).unsqueeze(1))
 
     def scaled(self, x: Tensor) -> Tensor:
-        """The first stream [n, hidden], as it opens what a layer's own inputs add."""
+        """The first stream [n, hidden], as a gate for per-layer inputs."""
         return x * self.correct_output_scale if self._scaled else x
 
     def _routed(self, x: Tensor) -> Tensor:
@@ -114,14 +114,14 @@ class StreamsOut(nn.Module):
         self.norm = RMSNorm.of(config, config.hidden_size, dtype)
 
     def after_adding(self, streams: Tensor, _: Tensor | None) -> Pair:
-        """[n, count · hidden], as a norm behind all layers: there is nothing to be added."""
+        """[n, count · hidden], like a norm behind all layers: nothing is added."""
         first, *behind = streams.chunk(self._count, dim=1)
         others = torch.stack([part(x) for part, x in zip(self.others, behind, strict=True)], dim=1)
         return streams, self.norm(torch.cat([first.unsqueeze(1), _as_large(others, first)], dim=1).mean(dim=1))
 
 
 class _Beside(nn.ModuleList):
-    """Parts whose names in a checkpoint stand beside its own."""
+    """Parts whose names in a checkpoint are beside its own."""
 
     stored_as = ""
 
@@ -133,11 +133,11 @@ def _as_large(others: Tensor, first: Tensor) -> Tensor:
 
 
 _HALF = 2**-0.5
-"""What the sum of two residuals is multiplied by."""
+"""The factor of the sum of two residuals."""
 
 
 class AltUpLayer(DecoderLayer):
-    """One with a second residual, of a low rank, beside what its mixer gives."""
+    """A layer with a second residual, of low rank, beside the mixer's output."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
@@ -168,13 +168,13 @@ class AltUpLayer(DecoderLayer):
         return streams.flatten(1), None
 
     def before(self, x: Tensor, _: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Streams [n, count · hidden] → what is predicted of them, [n, count, hidden], and what is mixed."""
+        """Streams [n, count · hidden] → their prediction, [n, count, hidden], and the mixer's input."""
         predicted = self.altup.predict(x.view(len(x), -1, self.hidden_size))
         return predicted, self.mixer.project(self.mixer_in_norm.after_adding(predicted[:, 0], None)[1], rotary)
 
     def after(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """What was predicted, [n, count, hidden], and this rank's part of what the mixer gives → the streams, and
-        nothing to be added."""
+        """The prediction, [n, count, hidden], and this rank's part of the mixer's output → the streams, and nothing to
+        add."""
         one = residual[:, 0]
         beside = self.laurel(self.mixer_in_norm.after_adding(one, None)[1])
         joined = self.mixer.join(mixed)

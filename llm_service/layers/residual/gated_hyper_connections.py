@@ -1,6 +1,5 @@
-"""Several streams between layers, each with gates of its own that say how much of it goes into a part of a layer, and
-how much of what that makes is added to it, as in Hunyuan V4 (hyper-connections, Zhu et al. 2024, without what mixes
-streams among each other)."""
+"""Several streams between layers, each with gates for how much of it goes into a part of a layer, and how much of the
+part's output is added to it, as in Hunyuan V4 (hyper-connections, Zhu et al. 2024, without mixing among streams)."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from llm_service.model_config.text import TextConfig
 
 
 class StreamGates(nn.Module):
-    """So many gates that all streams together open, in float32: σ(scale · weight · their norm + base), each `kind` of
-    gates, one for every stream, with a scale of its own. `before` is what names of its tensors begin with."""
+    """Gates computed from all streams together, in float32: σ(scale · weight · their norm + base), each `kind` of
+    gates, one for every stream, with its own scale. `before` is the prefix of its tensors' names."""
 
     def __init__(self, config: TextConfig, kinds: int, stored_as: str, before: str = "") -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class StreamGates(nn.Module):
 
 
 class GatedStreams(nn.Module):
-    """Makes one of streams that a part of a layer is given, and says how much of what that makes each gets."""
+    """Combines streams into the input of a part, and computes how much of its output each gets."""
 
     stored_as: ClassVar[str] = ""
 
@@ -76,7 +75,7 @@ class GatedStreams(nn.Module):
 
 
 class JoinedStreams(nn.Module):
-    """Behind all layers: makes one of streams, and norms it."""
+    """Behind all layers: combines the streams, and norms the result."""
 
     stored_as: ClassVar[str] = ""
 
@@ -87,7 +86,7 @@ class JoinedStreams(nn.Module):
         self.norm = RMSNorm.of(config, config.hidden_size, dtype)
 
     def after_adding(self, streams: Tensor, _: Tensor | None) -> Pair:
-        """[n, count · hidden] → the same, and [n, hidden]; there is nothing to be added."""
+        """[n, count · hidden] → the same, and [n, hidden]; nothing is added."""
         every = streams.float()
         (into,) = self.gates(every)
         return streams, self.norm(_joined(every, into + self._eps).to(streams.dtype))
@@ -100,13 +99,13 @@ def _joined(streams: Tensor, weights: Tensor) -> Tensor:
 
 
 def grown(streams: Tensor, made: Tensor, weights: Tensor) -> Tensor:
-    """[n, count · hidden] and, in float32, as much as weights [n, count] say of what is made, [n, hidden]."""
+    """[n, count · hidden], plus, in float32, the output [n, hidden] weighted by [n, count]."""
     more: Tensor = weights.unsqueeze(2) * made.float().unsqueeze(1)
     return (streams.float() + more.flatten(1)).to(streams.dtype)
 
 
 class GatedStreamsLayer(StreamLayer):
-    """One whose parts are given what several streams make together, normed."""
+    """A layer whose parts get the normed combination of several streams."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
@@ -114,14 +113,14 @@ class GatedStreamsLayer(StreamLayer):
         self.mlp_in = GatedStreams(config, "ffn_hc")
 
     def before(self, x: Tensor, _: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Streams [n, count · hidden] → how much of what comes out of the mixer each gets, float32 [n, count], and what
-        is mixed."""
+        """Streams [n, count · hidden] → how much of the mixer's output each gets, float32 [n, count], and the mixer's
+        input."""
         one, weights = self.mixer_in(x)
         return weights, self.mixer.project(self.mixer_in_norm.after_adding(one, None)[1], rotary)
 
     def after(self, residual: Tensor, mixed: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Streams [n, count · hidden], this rank's part of what the mixer gives, and how much of it each gets, float32
-        [n, count] → the streams, and nothing to be added."""
+        """Streams [n, count · hidden], this rank's part of the mixer's output, and how much of it each gets, float32
+        [n, count] → the streams, and nothing to add."""
         assert weights is not None, "streams have weights"
         streams = grown(residual, self.mixer.join(mixed), weights)
         one, weights = self.mlp_in(streams)

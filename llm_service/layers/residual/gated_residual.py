@@ -1,4 +1,4 @@
-"""A decoder layer that adds what its parts give by gates of its own, as in Muse Spark."""
+"""A decoder layer that adds the output of its parts by learned gates, as in Muse Spark."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
 _LEAST = 1e-3
-"""Of what the square of a factor is."""
+"""The least square of a factor."""
 
 
 class ResidualGate(nn.Module):
-    """α · residual + β · more, number by number, where β = σ(gate / temperature), and α² = σ(−gate / temperature) ·
-    (1 + β), in float32."""
+    """α · residual + β · more, elementwise, where β = σ(gate / temperature), and α² = σ(−gate / temperature) · (1 + β),
+    in float32."""
 
     stored_as: ClassVar[str] = ""
 
@@ -40,12 +40,12 @@ class ResidualGate(nn.Module):
         fill(self.factors, torch.stack([((-gate).sigmoid() * (1.0 + share)).clamp(min=_LEAST).sqrt(), share]))
 
     def forward(self, residual: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, size] each → what is to be added, of the same shapes."""
+        """[n, size] each → the two terms of the sum, of the same shapes."""
         return (self.factors[0] * residual).to(residual.dtype), (self.factors[1] * more).to(more.dtype)
 
 
 class GatedResidualLayer(DecoderLayer):
-    """One with norms before and behind its parts, of which those behind have no weight, or one for what is normed."""
+    """A layer with norms before and behind its parts; those behind have no weight, or the weight of a normed input."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)

@@ -1,4 +1,4 @@
-"""A decoder layer between which and the next there are several streams."""
+"""A decoder layer with hyper-connections: several streams go to the next."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from llm_service.model_config.text import TextConfig
 
 
 class HyperConnectedLayer(StreamLayer):
-    """One that mixes streams in the place of norms. With a `number`, its place among those that have n-grams, it first
-    adds embeddings of these to them."""
+    """A layer that mixes streams instead of norming. With a `number`, its index among layers with n-grams, it first
+    adds n-gram embeddings to them."""
 
     def __init__(
         self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype, number: int | None = None
@@ -54,14 +54,13 @@ class HyperConnectedLayer(StreamLayer):
         return super().forward(x, None, rotary, cache, batch, places, kept=kept)
 
     def before(self, x: Tensor, _: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Streams [n, count · hidden] → how much of what comes out of the mixer each gets, [n, count], and what is
-        mixed."""
+        """Streams [n, count · hidden] → how much of the mixer's output each gets, [n, count], and the mixer's input."""
         mixed, weights = self.mixer_in(x)
         return weights, self.mixer.project(mixed, rotary)
 
     def after(self, residual: Tensor, mixed: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Streams [n, count · hidden], this rank's part of what the mixer gives, and how much of it each gets, [n,
-        count] → the streams, and nothing to be added."""
+        """Streams [n, count · hidden], this rank's part of the mixer's output, and how much of it each gets, [n, count]
+        → the streams, and nothing to add."""
         assert weights is not None, "streams have weights"
         streams = added(residual, self.mixer.join(mixed), weights)
         one, weights = self.mlp_in(streams)

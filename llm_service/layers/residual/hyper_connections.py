@@ -1,5 +1,5 @@
-"""Several streams between layers, in place of one: how they are mixed into what a part of a layer is given, and how
-much of what that gives is added to each (hyper-connections: Zhu et al. 2024)."""
+"""Several streams between layers: how they are mixed into the input of a layer's part, and how much of its output is
+added to each (hyper-connections: Zhu et al. 2024)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class StreamNorm(RMSNorm):
 
 
 class StreamMix(nn.Module):
-    """Mixes streams into one, number by number, by weights that follow from all of them. With `injects` it says by how
-    much what is made of that is to be added to each. `stored_as` is its name in a checkpoint."""
+    """Mixes streams into one, elementwise, by weights computed from all of them. With `injects` it also computes how
+    much of the output is added to each. `stored_as` is its name in a checkpoint."""
 
     def __init__(self, config: TextConfig, dtype: torch.dtype, stored_as: str, *, injects: bool = True) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class StreamMix(nn.Module):
             self.inject = PackedLinear(whole, streams, bias=False, dtype=dtype, rounds=False)
 
     def forward(self, streams: Tensor) -> Pair:
-        """[n, count · hidden] → [n, hidden], and how much of what is made of it each stream gets, [n, count], of no
-        number where none gets any."""
+        """[n, count · hidden] → [n, hidden], and how much of the output each stream gets, [n, count]; empty without
+        `injects`."""
         normed = self.hc_norm(streams)
         weights = sigmoid(self.up(silu(self.down(normed) / self._count)))
         mixed = (weights * normed).unflatten(1, (self._count, -1)).mean(dim=1)
@@ -58,10 +58,10 @@ class StreamMix(nn.Module):
         return mixed, 2 * sigmoid(self.inject(normed) / self._count)
 
     def after_adding(self, streams: Tensor, _: Tensor | None) -> Pair:
-        """As a norm behind all layers: there is nothing to be added."""
+        """Like a norm behind all layers: nothing is added."""
         return streams, self(streams)[0]
 
 
 def added(streams: Tensor, made: Tensor, weights: Tensor) -> Tensor:
-    """[n, count · hidden] and as much as `weights` [n, count] say of what is made, [n, hidden]."""
+    """[n, count · hidden] plus the output [n, hidden] weighted by [n, count]."""
     return streams + (made.unsqueeze(1) * weights.unsqueeze(2)).flatten(1)

@@ -1,5 +1,5 @@
-"""Several streams between layers that are mixed among each other as well, by matrices whose rows and columns sum up to
-1, so that none grows (manifold-constrained hyper-connections, mHC: Xie et al. 2025, https://arxiv.org/abs/2512.24880)."""
+"""Several streams between layers that are also mixed among each other, by matrices whose rows and columns sum to 1, so
+that none grows (manifold-constrained hyper-connections, mHC: Xie et al. 2025, https://arxiv.org/abs/2512.24880)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from llm_service.model_config.text import TextConfig
 
 
 class StreamBalance(nn.Module):
-    """Of several streams together follow three sorts of weights, in float32: by which they become one that a part of a
-    layer is given, by which each gets what that makes of it, and by which they become each other. `stored_as` is its
-    name in a checkpoint."""
+    """Computes three kinds of weights from several streams together, in float32: to combine them into the input of a
+    part, to add its output to each, and to mix them among each other. `stored_as` is its name in a checkpoint."""
 
     def __init__(self, config: TextConfig, stored_as: str) -> None:
         super().__init__()
@@ -34,8 +33,8 @@ class StreamBalance(nn.Module):
         self.fn, self.base, self.scale = empty(weights, count * config.hidden_size), empty(weights), empty(3)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[n, count · hidden] → one of them, [n, hidden]; how much of what is made of it each gets, [n, count]; and how
-        much of each, in the first place, goes into each, [n, count, count]; of the same type."""
+        """[n, count · hidden] → their combination, [n, hidden]; how much of the output each gets, [n, count]; and how
+        much of each (first index) goes into each, [n, count, count]; of the same type."""
         count, eps, dtype = self._shape.count, self._shape.eps, streams.dtype
         every = streams.float()
         normed = every * torch.rsqrt(every.square().mean(-1, keepdim=True) + self._eps)
@@ -53,8 +52,8 @@ class StreamBalance(nn.Module):
 
 
 def balanced(logits: Tensor, eps: float, rounds: int) -> Tensor:
-    """Matrices [n, count, count] whose columns, and nearly so rows, sum up to 1 (Sinkhorn and Knopp 1967): the softmax
-    of each row, and then columns and rows in turns over their sums, columns so many times."""
+    """Matrices [n, count, count] whose columns, and nearly rows, sum to 1 (Sinkhorn and Knopp 1967): the softmax of
+    each row, and then columns and rows in turns divided by their sums, columns so many times."""
     found: Tensor = logits.softmax(-1) + eps
     for number in range(rounds):
         if number:
@@ -64,8 +63,8 @@ def balanced(logits: Tensor, eps: float, rounds: int) -> Tensor:
 
 
 def rebalanced(streams: Tensor, made: Tensor, weights: Tensor, mixing: Tensor) -> Tensor:
-    """Streams [n, count · hidden] as they are mixed into each other by [n, count, count], and as much as `weights` [n,
-    count] say of what is made, [n, hidden]."""
+    """Streams [n, count · hidden] mixed among each other by [n, count, count], plus the output [n, hidden] weighted by
+    [n, count]."""
     apart = streams.unflatten(1, (mixing.shape[1], -1))
     mixed: Tensor = weights.unsqueeze(2) * made.unsqueeze(1) + mixing.transpose(1, 2) @ apart
     return mixed.flatten(1)
@@ -80,13 +79,13 @@ class MeanNorm(RMSNorm):
         self._count = config.balanced.count
 
     def after_adding(self, x: Tensor, more: Tensor | None) -> Pair:
-        """Streams [n, count · hidden] → the same, and [n, hidden]; there is nothing to be added."""
+        """Streams [n, count · hidden] → the same, and [n, hidden]; nothing is added."""
         assert more is None, "streams have it already"
         return x, self(x.unflatten(1, (self._count, -1)).mean(1))
 
 
 class ManifoldLayer(StreamLayer):
-    """One whose parts are given what several streams make together, normed."""
+    """A layer whose parts get the normed combination of several streams."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
@@ -94,14 +93,14 @@ class ManifoldLayer(StreamLayer):
         self.mlp_in = StreamBalance(config, "ffn_hc")
 
     def before(self, x: Tensor, _: Tensor | None, rotary: Rotary) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Streams [n, count · hidden] → what `after` takes as weights, [n, count, 1 + count], and what is mixed."""
+        """Streams [n, count · hidden] → the weights of `after`, [n, count, 1 + count], and the mixer's input."""
         one, out, mixing = self.mixer_in(x)
         normed = self.mixer_in_norm.after_adding(one, None)[1]
         return torch.cat([out.unsqueeze(2), mixing], dim=2), self.mixer.project(normed, rotary)
 
     def after(self, residual: Tensor, mixed: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Streams [n, count · hidden], this rank's part of what the mixer gives, and how much of it each gets and, in
-        rows, of each goes into each, [n, count, 1 + count] → the streams, and nothing to be added."""
+        """Streams [n, count · hidden], this rank's part of the mixer's output, and the weights [n, count, 1 + count]:
+        how much of it each gets, followed by the mixing matrix → the streams, and nothing to add."""
         assert weights is not None, "streams have weights"
         streams = rebalanced(residual, self.mixer.join(mixed), weights[:, :, 0], weights[:, :, 1:])
         one, out, mixing = self.mlp_in(streams)

@@ -1,4 +1,4 @@
-"""A decoder layer between which and the next there are several streams, whatever makes one of them for its parts."""
+"""A decoder layer with several streams, however these are combined for its parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_service.layers.mixer import HandedOn, Rotary
 
 
 class StreamLayer(DecoderLayer):
-    """One whose `before` makes of streams what is mixed, and whose `after` shares out among them what comes of it."""
+    """Its `before` combines streams into the mixer's input, and its `after` distributes the output among them."""
 
     def forward(
         self,
@@ -34,6 +34,6 @@ class StreamLayer(DecoderLayer):
         return self.after(x, mixed, weights)[0], None
 
     def after(self, residual: Tensor, mixed: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Streams [n, count · hidden], this rank's part of what the mixer gives, and the weights of `before` → the
-        streams, and nothing to be added."""
+        """Streams [n, count · hidden], this rank's part of the mixer's output, and the weights of `before` → the
+        streams, and nothing to add."""
         raise NotImplementedError

@@ -1,1 +1,1 @@
-"""Rotary positions: tables of angles, and what families change of them."""
+"""Rotary positions: tables of angles, and families' variants."""

@@ -1,5 +1,4 @@
-"""What Mistral Large 4 has learned of places: how fast each rotary pair turns, and by how much queries grow, each head
-for itself."""
+"""Mistral Large 4's learned rotary frequencies, and its learned growth of queries with positions, for each head."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from llm_service.model_config.rotary import RotaryConfig
 
 
 class LearnedRotary(MultimodalRotary):
-    """Tables of angles whose pairs turn e^α times as fast as the configuration says, and the logarithms of places that
-    queries grow with."""
+    """Tables of angles with frequencies multiplied by e^α, and logarithms of positions for the growth of queries."""
 
     stored_as: ClassVar[str] = "rotary_emb"
     _stated: Tensor
@@ -42,7 +40,7 @@ class LearnedRotary(MultimodalRotary):
 
 
 class LearnedGrowth(nn.Module):
-    """Multiplies queries of each of these heads of a layer by scale · ln(1 + place) + bias."""
+    """Multiplies queries of each head of a layer by scale · ln(1 + position) + bias."""
 
     stored_as: ClassVar[str] = "softmax_scaling"
 

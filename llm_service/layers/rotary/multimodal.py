@@ -43,7 +43,7 @@ class MultimodalRotary(nn.Module):
 
     @classmethod
     def of(cls, config: RotaryConfig, device: torch.device) -> Self:
-        """What makes the tables of a configuration."""
+        """Makes the tables of a configuration."""
         given = config.dim, config.theta, config.sections
         return cls(
             *given,
@@ -68,7 +68,7 @@ class MultimodalRotary(nn.Module):
 
 def kept_shares(frequencies: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
     """How much of its frequency each pair [dim / 2] keeps, the rest being divided; see `RotaryScaling`. Llama 3 goes by
-    the turns of a pair in the original context, YaRN by the pairs' numbers between the two of so many turns."""
+    the turns of a pair in the original context, YaRN interpolates between the pairs with so many turns."""
     if scaling.kind == "linear":
         return torch.zeros_like(frequencies)
     if scaling.kind == "llama3":

@@ -1,4 +1,4 @@
-"""Which tables of angles a configuration asks for."""
+"""Chooses the kind of tables for a configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from llm_service.model_config.rotary import LONG, RotaryConfig
 
 
 class FourAxisRotary(MultimodalRotary):
-    """Places are on four axes, of which the first is a token's own number in its sequence, and each number of a head,
-    not each pair, has one, as in HunyuanOCR."""
+    """Positions on four axes, the first of which is a token's own number in its sequence; each number of a head,
+    instead of each pair, belongs to an axis, as in HunyuanOCR."""
 
     @classmethod
     def of(cls, config: RotaryConfig, device: torch.device) -> Self:
@@ -62,7 +62,7 @@ class LongRangeRotary(MultimodalRotary):
 
 
 def rotary_of(config: RotaryConfig, device: torch.device) -> MultimodalRotary:
-    """What makes the tables."""
+    """Makes the tables."""
     if config.own_sections:
         return FourAxisRotary.of(config, device)
     if config.learned:

@@ -1,4 +1,4 @@
-"""Tables of angles beside what queries are multiplied by."""
+"""Tables of angles, and of the growth of queries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_service.model_config.rotary import Tempering
 
 
 class TemperedRotary(MultimodalRotary):
-    """Tables of angles, and of what queries are multiplied by."""
+    """Tables of angles, and of the factors of queries."""
 
     tempering: Tempering
 

@@ -1,1 +1,1 @@
-"""Self-attention with heads of keys and values, and what families change of it."""
+"""Self-attention with heads of keys and values, and families' variants."""

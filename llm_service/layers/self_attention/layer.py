@@ -22,15 +22,15 @@ from llm_service.model_config.text import TextConfig
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; its family says whether its inputs have biases, query and key heads norms, values one
-    without a weight, and what comes out a gate, and the layer's kind what a token sees. A layer that attends to keys
-    and values of another one projects queries alone."""
+    """Grouped-query attention. The family says whether projections have biases, query and key heads norms, values a
+    norm without weight, and the output a gate; the layer's kind says what a token sees. A layer that uses another
+    layer's keys and values only projects queries."""
 
     stored_as: ClassVar[str] = "self_attn"
     ops: RowOps = TORCH
     kv_scales: Tensor | None = None
-    """Of this rank's heads of keys, and of values, what numbers of e4m3 in a cache are multiplied by, float32 [2,
-    kv_heads]; None: by 1."""
+    """The factors of e4m3 numbers in the cache, of this rank's heads of keys and of values, float32 [2, kv_heads];
+    None: 1."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         return slice(0, config.hidden_size)
 
     def _order(self, config: TextConfig) -> Tensor | None:
-        """Where the rows of a checkpoint's projections go, if not one behind the other."""
+        """Where the rows of a checkpoint's projections go, unless they are in order."""
         if self._fuses_gates:
             return gates_last(self.heads, self.kv_heads, self.head_dim)
         if config.family.rope.interleaved:
@@ -97,7 +97,7 @@ class SelfAttention(nn.Module):
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """x [n, hidden] → this rank's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim], unless
-        they are another layer's, and where there are gates these, [n, heads, head_dim]."""
+        they are another layer's, and gates [n, heads, head_dim], if there are any."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         rotated = self.ops.qk_norm_rotary(heads, rotary, self.heads, self.new_keys, self.gains, self.eps)
         parts = self.parts(rotated, heads)
@@ -106,8 +106,8 @@ class SelfAttention(nn.Module):
         return *parts, self.head_gates(x).unsqueeze(2).expand(-1, -1, self.head_dim)
 
     def parts(self, rotated: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
-        """What `mix` takes, from rotated queries and keys [n, heads + new_keys, head_dim], and all heads as they are
-        projected, one after the other."""
+        """The inputs of `mix`, from rotated queries and keys [n, heads + new_keys, head_dim], and all projected heads,
+        one after the other."""
         if not self.new_keys:
             return (rotated,)
         query, key = rotated.split([self.heads, self.kv_heads], dim=1)
@@ -120,8 +120,7 @@ class SelfAttention(nn.Module):
 
     @property
     def gains(self) -> tuple[Tensor, Tensor] | None:
-        """The weights, [head_dim] each, of the norms of queries and of keys, if there are any of these; None where they
-        are not normed."""
+        """The weights of the norms of queries and keys, [head_dim] each; None if they have no norms."""
         if not isinstance(self.q_norm, RMSNorm):
             return None
         return self.q_norm.weight, (self.k_norm if isinstance(self.k_norm, RMSNorm) else self.q_norm).weight
@@ -165,5 +164,5 @@ def pairs_apart(rotated: int, kv_heads: int, head_dim: int, rotary_dim: int) -> 
 
 
 def _elements(heads: slice, head_dim: int, first: int = 0) -> slice:
-    """The rows of a projection that belong to some heads, which are counted from the one with the number `first`."""
+    """The rows of a projection that belong to some heads, counted from head `first`."""
     return slice((first + heads.start) * head_dim, (first + heads.stop) * head_dim)

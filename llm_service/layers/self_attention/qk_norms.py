@@ -1,5 +1,5 @@
-"""Norms of heads in other places than usual: with weights of its own for each head (Chameleon), once heads are rotated
-(HunyuanOCR), or of what heads attended to, before gates open it (Muse Spark)."""
+"""Norms of heads in unusual places: with weights for each head (Chameleon), after rotation (HunyuanOCR), or on the
+output, before its gate (Muse Spark)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HeadNorms(nn.Module):
 
 
 class OwnNormedAttention(SelfAttention):
-    """Self-attention whose heads of queries and keys are normed before they are rotated, each by its own weights."""
+    """Self-attention whose query and key heads are normed before rotation, each by its own weights."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
@@ -65,7 +65,7 @@ class OwnNormedAttention(SelfAttention):
 
 
 class LateNormedAttention(SelfAttention):
-    """Self-attention that norms what is rotated: a weight for each number of a head says something else before."""
+    """Self-attention that norms rotated heads, for which the weights have a different meaning."""
 
     @property
     def gains(self) -> None:
@@ -84,7 +84,7 @@ class LateNormedAttention(SelfAttention):
 
 
 class NormedOutputAttention(SelfAttention):
-    """Attention, each head of which is normed, without a weight, before its gates open it."""
+    """Attention whose output is normed by head, without a weight, before its gate."""
 
     def mix(self, inputs: tuple[Tensor, ...], cache: Tensor, batch: AttentionBatch) -> Tensor:
         """See `MixerPart`."""

@@ -1,4 +1,4 @@
-"""Attention whose queries grow with their places, so that it stays sharp in long contexts (Nakanishi 2025), as in
+"""Attention whose queries grow with their positions, so that it stays sharp in long contexts (Nakanishi 2025), as in
 Llama 4's layers without rotary positions, and in Ministral 3."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from llm_service.layers.self_attention.layer import SelfAttention
 
 
 class TemperedAttention(SelfAttention):
-    """Self-attention that is given what `TemperedRotary` makes."""
+    """Self-attention with the tables of `TemperedRotary`."""
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `SelfAttention.project`."""

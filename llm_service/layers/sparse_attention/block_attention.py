@@ -27,8 +27,8 @@ from llm_service.model_config.text import TextConfig
 
 
 class BlockIndexer(nn.Module):
-    """Makes an index's queries, one for each of a rank's heads of keys and values, and of each token one key, which
-    every rank has. Both are normed, and their first numbers rotated, as many as of the layer's own heads."""
+    """Makes an index's queries, one for each of a rank's heads of keys and values, and one key for each token, which
+    every rank has. Both are normed, and as many of their first numbers rotated as of the layer's own heads."""
 
     stored_as: ClassVar[str] = "indexer"
     ops: RowOps = TORCH
@@ -61,7 +61,7 @@ class BlockIndexer(nn.Module):
 
 
 class BlockSparseAttention(SelfAttention):
-    """What `mix` takes of queries, keys and values is followed by what the index makes of the same tokens."""
+    """`mix` takes queries, keys and values, followed by the index's output for the same tokens."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)
@@ -107,7 +107,7 @@ class BlockSparseAttention(SelfAttention):
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, cache: IndexedCache, index: ChosenBatch, asked: IndexQuery
     ) -> Tensor:
-        """As `AttentionBatch.attend`, where some chunks do not see all."""
+        """As `AttentionBatch.attend`, if some chunks do not see everything."""
         out = query.new_empty(query.shape)
         if index.dense is not None:
             attended = index.dense.attend(query[index.rest], key[index.rest], value[index.rest], cache.kv)

@@ -1,4 +1,4 @@
-"""What an index of blocks chooses for one token of each sequence, from metadata on the device alone, so that it can be
+"""The choice of a block index for one token of each sequence, from metadata on the device only, so that it can be
 captured in a graph."""
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from llm_service.layers.sparse_attention.index import ROOM, BlockIndex, IndexQue
 
 
 class ScoreBlocks(Protocol):
-    """What is asked, for a token of each sequence, and a cache of index keys [blocks + 1, block_size, head_dim] → of
-    each head the highest product in each stretch of `size` tokens, float32 [s, heads, ⌈longest / size⌉]; what is behind
-    a sequence's end means nothing, but for the rest of a stretch, which does not count."""
+    """Index queries of one token of each sequence, and a cache of index keys [blocks + 1, block_size, head_dim] → for
+    each head the highest product in each stretch of `size` tokens, float32 [s, heads, ⌈longest / size⌉]; undefined
+    behind a sequence's last stretch, whose missing tokens do not count."""
 
     def __call__(self, asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, size: int) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDecodes:
-    """As `ChosenBatch` of such a step, over metadata that may be filled anew; see there. Blocks of the cache are of
-    `block_size` tokens, and `null_slot` is where nobody's tokens are."""
+    """Like `ChosenBatch`, for such a step, over metadata that can be refilled. Blocks of the cache have `block_size`
+    tokens, and `null_slot` is that of padding."""
 
     index: BlockIndex
     block_size: int
@@ -50,8 +50,8 @@ class BlockDecodes:
         cache.flatten(0, 1)[self.written] = kept.to(cache.dtype)
 
     def choose(self, asked: IndexQuery, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots int64 [s, heads, reach] that each sequence's token sees, for each head of keys and values others, and
-        which of them count, bool. One that nobody has sees the null slot."""
+        """Slots int64 [s, heads, reach] that each sequence's token sees, different ones for each head of keys and
+        values, and which of them are valid, bool. Padding sees the null slot."""
         heads, lengths = asked.query.shape[1], self.metadata.seq_lens.long()
         blocks = self.score(asked, cache, self.metadata, self.index.size).flatten(0, 1)
         own = (lengths - 1).clamp(min=0).repeat_interleave(heads)
@@ -84,8 +84,8 @@ def score_by_torch(asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata
 def attend_to_blocks(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, seen: Tensor, scale: float | None
 ) -> Tensor:
-    """Queries [s, heads, dim] that meet keys and values [·, kv_heads, dim] at slots int64 [s, kv_heads, k], as far as
-    they are `seen`, bool → [s, heads, dim]. So many are gathered at once as there is `ROOM` for."""
+    """Queries [s, heads, dim] attend to keys and values [·, kv_heads, dim] at slots int64 [s, kv_heads, k], where
+    `seen`, bool → [s, heads, dim]. So many are gathered at once as there is `ROOM` for."""
     kv_heads = keys.shape[1]
     grouped = query.unflatten(1, (kv_heads, -1))  # [s, kv_heads, group, dim]
     rows = max(1, ROOM // (query.element_size() * kv_heads * slots.shape[2] * query.shape[2]))
@@ -113,7 +113,7 @@ class BlockIndexBackend(ChosenBackend):
 
 
 def score_on(device: torch.device) -> ScoreBlocks:
-    """What scores there: a kernel of ours, if it has any."""
+    """The scoring function for a device: our kernel, if there is one."""
     if device.type == "cuda":
         from llm_service.layers.gpu import index_kernels, row_kernels  # not everywhere is a Triton
 

@@ -1,5 +1,5 @@
-"""The chunks of a step by whether all of a sequence is seen there, where layers choose by an index what they see, and
-what is chosen of the others over a paged cache."""
+"""Divides the chunks of a step by whether they see their whole sequence, if layers choose by an index what they see,
+and describes the choice of the others over a paged cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from llm_service.layers.sparse_attention.index import IndexQuery, choose
 
 @dataclass(frozen=True, slots=True)
 class ChosenChunk:
-    """A chunk at places [begin, end) of the batch, whose last token does not see all: it comes behind `context` tokens
-    of its sequence, and `slots` int64 [context + count] are where all of these are."""
+    """A chunk at batch positions [begin, end) whose last token does not see everything; `context` tokens of its
+    sequence precede it, and `slots` int64 [context + count] are those of all."""
 
     begin: int
     end: int
@@ -28,8 +28,8 @@ class ChosenChunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunksApart:
-    """`written` int64 [n] is where a step's tokens are. Of its chunks those in `chosen` do not see all; `rest` int64
-    [k] are the places of the others, `near`."""
+    """`written` int64 [n] are the slots of a step's tokens. Chunks in `chosen` do not see everything; `rest` int64 [k]
+    are the positions of the others, `near`."""
 
     written: Tensor
     chosen: tuple[ChosenChunk, ...]
@@ -40,8 +40,8 @@ class ChunksApart:
 def apart(
     chunks: Sequence[PagedChunk], reach: int, block_size: int, device: torch.device, *more: np.ndarray
 ) -> tuple[ChunksApart, list[Tensor]]:
-    """Of chunks of sequences, of which those of up to `reach` tokens are seen whole. Where all are, none is in `near`,
-    nor in `rest`: the step is attended to as it is. `more` goes to the device in the same copy."""
+    """Divides chunks of sequences, of which those of up to `reach` tokens are seen whole. If all are, `near` and `rest`
+    are empty: the whole step is computed as usual. `more` goes to the device in the same copy."""
     every = [slots_of(chunk, block_size) for chunk in chunks]
     ends = np.cumsum([chunk.count for chunk in chunks])
     far = [number for number, slots in enumerate(every) if len(slots) > reach]
@@ -75,8 +75,8 @@ def slots_of(chunk: PagedChunk, block_size: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ChosenBatch:
-    """`written` int64 [n] is where a step's tokens are. Of its chunks those in `chosen` do not see all; `rest` int64
-    [k] are the places of the others, which `dense` attends to."""
+    """`written` int64 [n] are the slots of a step's tokens. Chunks in `chosen` do not see everything; `rest` int64 [k]
+    are the positions of the others, which `dense` computes."""
 
     written: Tensor
     chosen: tuple[ChosenChunk, ...]

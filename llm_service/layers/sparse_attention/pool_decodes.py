@@ -1,4 +1,4 @@
-"""What an index of pools chooses for one token of each sequence, from metadata on the device alone."""
+"""The choice of a pool index for one token of each sequence, from metadata on the device only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llm_service.layers.sparse_attention.token_decodes import TokenDecodes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolDecodes(TokenDecodes):
-    """As `PoolBatch` of such a step; see there. `score` gives a score for each whole pool."""
+    """Like `PoolBatch`, for such a step. `score` returns a score for each whole pool."""
 
     pool: int
 
@@ -32,12 +32,12 @@ class PoolDecodes(TokenDecodes):
 
     @property
     def ends(self) -> Tensor:
-        """See `PoolBatch`: nowhere where a sequence's last token does not end a pool."""
+        """See `PoolBatch`: the null slot if a sequence's last token does not end a pool."""
         lengths = self.metadata.seq_lens
         return self.written.masked_fill((lengths % self.pool != 0) | (lengths == 0), self.null_slot)
 
     def choose(self, asked: IndexQuery, cache: Tensor) -> list[Tensor]:
-        """See `TokenDecodes`: int64 [s, most + pool − 1], of which the last are behind the last whole pool."""
+        """See `TokenDecodes`: int64 [s, most + pool − 1]; the last are behind the last whole pool."""
         lengths = self.metadata.seq_lens.long()
         whole, most = lengths // self.pool, self.most // self.pool
         scores = self.score(asked, cache, self.metadata)

@@ -1,5 +1,4 @@
-"""An index of pools (GLM-5 Next): so many tokens that follow each other have one key, and are chosen together; and what
-it has for a step."""
+"""The index of pools (GLM-5 Next): so many consecutive tokens share a key, and are chosen together; and its batches."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from llm_service.model_config.text import TextConfig
 
 
 class PoolIndexer(TokenIndexer):
-    """One without rotary positions. Of a token it keeps a key, and a gate for each of its numbers, by which that counts
-    in its pool's key."""
+    """An indexer without rotary positions. For each token it keeps a key, and a gate for each of its numbers, which
+    weights it in its pool's key."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, dtype: torch.dtype) -> None:
         super().__init__(kind, config, dtype)
@@ -56,7 +55,7 @@ class PoolIndexer(TokenIndexer):
         flat[batch.ends, : self.shape.head_dim] = self.pools.keys(flat[batch.members])
 
     def ask(self, x: Tensor, resid: Tensor, _: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """See `TokenIndexer`: what is kept of tokens in the place of keys, [n, 2 · head_dim]."""
+        """See `TokenIndexer`: what is kept of tokens instead of keys, [n, 2 · head_dim]."""
         heads, dim = self.shape.heads, self.shape.head_dim
         gates = functional.linear(x, self.index_kpool_compress_gate)
         kept = torch.cat([self.k_norm(self.keys(x)), gates], dim=1)
@@ -69,19 +68,18 @@ class PoolIndexer(TokenIndexer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolBatch(ChosenBatch):
-    """`members` int64 [m, pool] are where the tokens of the pools are that end among the step's tokens."""
+    """`members` int64 [m, pool] are the slots of the tokens of pools that end among the step's tokens."""
 
     members: Tensor
 
     @property
     def ends(self) -> Tensor:
-        """Where keys of pools go, int64 [m]."""
+        """The slots of pools' keys, int64 [m]."""
         return self.members[:, -1]
 
 
 class PoolIndexBackend(ChosenBackend):
-    """Makes a step's batches, over metadata as well. Where no more than `most` tokens are in whole pools all are
-    seen."""
+    """Makes a step's batches, over metadata as well. If at most `most` tokens are in whole pools, all are seen."""
 
     def __init__(
         self, most: int, pool: int, attention: AttentionBackend, blocks: int, block_size: int, device: torch.device
@@ -107,5 +105,5 @@ class PoolIndexBackend(ChosenBackend):
         return PoolDecodes(self._most, self._block_size, self._null_slot, metadata, self._score, pool=self._pool)
 
     def _begun(self, count: int) -> int:
-        """Tokens of so many that are in whole pools."""
+        """How many of so many tokens are in whole pools."""
         return count // self._pool * self._pool

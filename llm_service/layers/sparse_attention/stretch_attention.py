@@ -1,5 +1,5 @@
-"""Self-attention to what an index chooses: the stretches of tokens whose keys a token's own queries score highest, as
-in Qwen4."""
+"""Self-attention to the stretches of tokens that an index chooses, as in Qwen4: those whose keys a token's index
+queries score highest."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from llm_service.model_config.text import TextConfig
 
 
 class StretchIndexer(nn.Module):
-    """Makes an index's queries and keys; every rank has all of them. Of each token its projected key is kept, and what
-    its angles are; of each stretch, in the place of its last token, the mean of its tokens' keys, normed and rotated by
-    the angles of the first."""
+    """Makes an index's queries and keys; every rank has all of them. It keeps each token's projected key and its
+    angles; and for each stretch, at its last token, the mean of its tokens' keys, normed and rotated by the angles of
+    the first."""
 
     stored_as: ClassVar[str] = "indexer"
 
@@ -46,7 +46,7 @@ class StretchIndexer(nn.Module):
         dim = self.shape.head_dim
         made = self.qk(x).view(len(x), -1, dim)
         asked = self.q_layernorm(made[:, :-1].reshape(-1, dim)).view(len(x), -1, dim)
-        half = rotary[0].shape[-1] // 2  # both halves of a table are alike
+        half = rotary[0].shape[-1] // 2  # both halves of a table are equal
         angles = [table[:, 0, :half].to(made.dtype) for table in rotary]
         return apply_rotary(asked, *rotary), torch.cat([made[:, -1], *angles], dim=1)
 
@@ -65,7 +65,7 @@ class StretchIndexer(nn.Module):
 
 
 class StretchSparseAttention(SelfAttention):
-    """What `mix` takes of queries, keys and values is followed by what the index makes of the same tokens."""
+    """`mix` takes queries, keys and values, followed by the index's output for the same tokens."""
 
     def __init__(self, kind: LayerKind, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> None:
         super().__init__(kind, config, group, dtype)

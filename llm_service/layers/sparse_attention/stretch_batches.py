@@ -1,7 +1,6 @@
-"""What an index chooses of the tokens before one, stretch by stretch, over a paged cache. A stretch is so many tokens
-of a sequence, counted from its first; its key is made once all are there, and kept in the place of the last one's, so
-that a sequence with the same blocks before it finds all of its own. A token sees the best stretches, and what is
-behind the last whole one."""
+"""The choice of a stretch index over a paged cache. A stretch is so many tokens of a sequence, counted from its first;
+its key is computed once all are there, and kept at the last one's place, so that a sequence with the same cached blocks
+finds it. A token sees the best stretches, and everything behind the last whole one."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from llm_service.layers.sparse_attention.stretch_decodes import StretchDecodes
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Tokens at `places` int64 [m] of the batch, each with a list of the units that it sees, int32 [m, w], of which the
-    last may be in part, and how many tokens are in them, int32 [m]."""
+    """Tokens at `places` int64 [m] of the batch, each with a list of the units that it sees, int32 [m, w], the last of
+    which may be partial, and the number of tokens in them, int32 [m]."""
 
     places: Tensor
     table: Tensor
@@ -35,17 +34,17 @@ class Listed:
 
 
 AttendAlong = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""Queries [m, heads, dim], a layer's cache of keys and values, a table and lengths as `Listed` has them, and what
-products are multiplied by → [m, heads, dim]."""
+"""Queries [m, heads, dim], a layer's cache of keys and values, a table and lengths as in `Listed`, and the factor of
+products → [m, heads, dim]."""
 _MANY = 2
-"""Times as many tokens as each is to see a chunk goes through at once in the time that it takes to read each one's."""
+"""A chunk reads so many times as many tokens together as it takes to read each token's own in the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StretchBatch:
-    """`written` int64 [n] is where the batch's tokens are, `members` int64 [m, stretch] where those of the stretches
-    are that end among them. Of the chunks those in `chosen` do not see all; `rest` int64 [k] are the places of the
-    others, which `dense` attends to. `along` attends along lists of units of so many tokens, which lie together."""
+    """`written` int64 [n] are the slots of the batch's tokens, `members` int64 [m, stretch] those of the stretches that
+    end among them. Chunks in `chosen` do not see everything; `rest` int64 [k] are the positions of the others, which
+    `dense` computes. `along` attends along lists of units of so many consecutive tokens."""
 
     stretch: int
     kept: int
@@ -64,14 +63,14 @@ class StretchBatch:
 
     @property
     def ends(self) -> Tensor:
-        """Where keys of stretches go, int64 [m]."""
+        """The slots of stretches' keys, int64 [m]."""
         return self.members[:, -1]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, asked: Tensor, keys: Tensor, scale: float
     ) -> Tensor:
-        """As `AttentionBatch.attend`, where some chunks do not see all: `asked` [n, index heads, dim] are the index's
-        queries, `keys` [blocks + 1, block_size, dim or more] its own cache, whose stretches' keys are there."""
+        """As `AttentionBatch.attend`, if some chunks do not see everything: `asked` [n, index heads, dim] are the
+        index's queries, `keys` [blocks + 1, block_size, dim or more] its own cache, which has the stretches' keys."""
         out = query.new_empty(query.shape)
         if self.dense is not None:
             attended = self.dense.attend(query[self.rest], key[self.rest], value[self.rest], cache)
@@ -97,9 +96,9 @@ class StretchBatch:
         return out.flatten(1)
 
     def best(self, asked: Tensor, stretches: Tensor, context: int) -> Tensor:
-        """Which stretches each of a sequence's next tokens sees, but for the last that is not whole: int64 [m, kept],
-        in the order of their scores, and −1 where there are no more. Queries are [m, heads, dim] behind `context`
-        tokens, keys of all whole stretches [s, dim]."""
+        """The stretches that each of a sequence's next tokens sees, except the last partial one: int64 [m, kept],
+        ordered by score, and −1 for none. Queries are [m, heads, dim] behind `context` tokens, keys of all whole
+        stretches [s, dim]."""
         best = torch.full((len(asked), self.kept), -1, dtype=torch.int64, device=asked.device)
         for first, last, whole in self._alike(context, len(asked)):
             count = min(self.kept, whole)
@@ -123,8 +122,8 @@ class StretchBatch:
             out[part] = attended.transpose(0, 1)
 
     def seen(self, best: Tensor, context: int, total: int) -> Tensor:
-        """The same as tokens, those of the last stretch among them: bool [m, total], of m tokens behind `context`
-        others of so many in all."""
+        """The same as tokens, including those behind the last whole stretch: bool [m, total], for m tokens behind
+        `context` others, of `total` in all."""
         whole = total // self.stretch
         places = torch.arange(total, device=best.device)
         own = places[context : context + len(best)].unsqueeze(1)
@@ -133,13 +132,13 @@ class StretchBatch:
         return seen
 
     def _reads_few(self, chunk: ChosenChunk) -> bool:
-        """Whether all tokens of a chunk see as many stretches as are kept, and it takes less to read those of each than
-        to go through all once."""
+        """Whether all tokens of a chunk see as many stretches as are kept, and reading each one's is cheaper than
+        reading all once."""
         enough = (chunk.context + 1) // self.stretch >= self.kept
         return enough and (chunk.end - chunk.begin == 1 or len(chunk.slots) > _MANY * self.kept * self.stretch)
 
     def _listed(self, best: Tensor, chunk: ChosenChunk) -> Listed:
-        """What `along` takes of a chunk whose tokens all see as many stretches as are kept."""
+        """The input of `along` for a chunk whose tokens all see as many stretches as are kept."""
         each = self.stretch // self.unit
         units = chunk.slots[:: self.unit] // self.unit
         own = torch.arange(chunk.context, len(chunk.slots))
@@ -152,8 +151,8 @@ class StretchBatch:
         return Listed(places, units[torch.cat([chosen, behind], dim=1)].int(), lengths.int())
 
     def _alike(self, context: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Runs [first, last) of tokens behind which there are as many whole stretches, and how many: the best of these
-        are found together, and as if each token were asked for alone."""
+        """Runs [first, last) of tokens that follow equally many whole stretches, and this number: their best ones are
+        found together, with the same result as for each alone."""
         ends = range(context // self.stretch * self.stretch + self.stretch - 1, context + count, self.stretch)
         cuts = sorted({0, *(max(0, end - context) for end in ends), count})
         for first, last in pairwise(cuts):
@@ -163,14 +162,14 @@ class StretchBatch:
 
 
 def scored(asked: Tensor, stretches: Tensor) -> Tensor:
-    """Queries [m, heads, dim], keys [s, dim] → float32 [m, s]: of each pair what heads find that is above 0."""
+    """Queries [m, heads, dim], keys [s, dim] → float32 [m, s]: the sum over heads of positive products."""
     products = torch.relu(asked.float() @ stretches.float().t())
     scores: Tensor = products.sum(dim=1) / asked.shape[-1] ** 0.5
     return scores
 
 
 class StretchIndexBackend:
-    """Makes a step's batches; see `StretchBatch`. What sees all is computed by `attention`."""
+    """Makes a step's batches; see `StretchBatch`. `attention` computes chunks that see everything."""
 
     def __init__(
         self,

@@ -13,8 +13,7 @@ from llm_service.layers.attention.metadata import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class StretchDecodes:
-    """As `StretchBatch` of such a step, over metadata that may be filled anew; see there. `null_slot` is where nobody's
-    tokens are."""
+    """Like `StretchBatch`, for such a step, over metadata that can be refilled. `null_slot` is that of padding."""
 
     stretch: int
     kept: int
@@ -41,7 +40,7 @@ class StretchDecodes:
 
     @property
     def ends(self) -> Tensor:
-        """See `StretchBatch`: nowhere where a sequence's last token does not end a stretch."""
+        """See `StretchBatch`: the null slot if a sequence's last token does not end a stretch."""
         lengths = self._lengths
         return self.written.masked_fill((lengths % self.stretch != 0) | (lengths == 0), self.null_slot)
 
@@ -60,8 +59,8 @@ class StretchDecodes:
         return out.flatten(1)
 
     def _seen(self, asked: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots int64 [s, t] that each token sees, the best stretches and then what is behind the last, and which of
-        them count."""
+        """Slots int64 [s, t] that each token sees, the best stretches followed by what is behind the last, and which of
+        them are valid."""
         whole, most = self._lengths.unsqueeze(1) // self.stretch, self.metadata.longest // self.stretch
         numbers = torch.arange(most, device=whole.device)
         ends = self._slots(((numbers + 1) * self.stretch - 1).minimum(self._last))
@@ -78,7 +77,7 @@ class StretchDecodes:
         return self._slots(places.minimum(self._last)), places <= self._last
 
     def _slots(self, places: Tensor) -> Tensor:
-        """Where tokens [s, t] of each sequence are."""
+        """The slots of tokens [s, t] of each sequence."""
         table = self.metadata.block_table
         blocks = table.gather(1, places // self.block_size).long()
         slots = blocks * self.block_size + places % self.block_size

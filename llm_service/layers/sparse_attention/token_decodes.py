@@ -1,4 +1,4 @@
-"""What an index of tokens chooses for one token of each sequence, from metadata on the device alone, so that it can be
+"""The choice of a token index for one token of each sequence, from metadata on the device only, so that it can be
 captured in a graph."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from llm_service.layers.sparse_attention.index import ROOM, IndexQuery, best
 
 
 class ScoreTokens(Protocol):
-    """What is asked, for a token of each sequence, and a cache of index keys [blocks + 1, block_size, ≥ head_dim] →
-    scores of all tokens of these, float32 [s, longest // pool]; what is behind a sequence's end means nothing.
+    """Index queries of one token of each sequence, and a cache of index keys [blocks + 1, block_size, ≥ head_dim] →
+    scores of all tokens of these, float32 [s, longest // pool], undefined behind a sequence's end.
 
-    Of `pool` tokens that are scored together, from a sequence's first one on, the last has their key.
+    Of `pool` consecutive tokens scored together, the last has their key.
     """
 
     def __call__(self, asked: IndexQuery, cache: Tensor, metadata: AttentionMetadata, pool: int = 1) -> Tensor: ...
@@ -28,8 +28,7 @@ class ScoreTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenDecodes:
-    """As `ChosenBatch` of such a step, over metadata that may be filled anew; see there. `null_slot` is where
-    nobody's tokens are."""
+    """Like `ChosenBatch`, for such a step, over metadata that can be refilled. `null_slot` is that of padding."""
 
     most: int
     block_size: int
@@ -52,8 +51,8 @@ class TokenDecodes:
         cache.flatten(0, 1)[self.written] = kept.to(cache.dtype)
 
     def choose(self, asked: IndexQuery, cache: Tensor) -> list[Tensor]:
-        """Slots int64 [s, most] that each sequence's token sees, and which of them count, bool. So many sequences are
-        looked through at once as there is `ROOM` for; one that nobody has sees the null slot."""
+        """Slots int64 [s, most] that each sequence's token sees, and which of them are valid, bool. So many sequences
+        are searched at once as there is `ROOM` for; padding sees the null slot."""
         lengths = self.metadata.seq_lens.long()
         scores = self.score(asked, cache, self.metadata)
         rows = max(1, ROOM // (8 * scores.shape[1]))
@@ -61,7 +60,7 @@ class TokenDecodes:
         return self.listed(torch.cat(found))
 
     def listed(self, places: Tensor) -> list[Tensor]:
-        """The same of places int64 [s, k] in sequences, -1 where there are no more."""
+        """The same for positions int64 [s, k] in sequences, -1 for none."""
         table, nobody = self.metadata.block_table, (self.metadata.seq_lens == 0).unsqueeze(1)
         own = places.clamp(min=0)
         slots = table.gather(1, own // self.block_size).long() * self.block_size + own % self.block_size
@@ -95,9 +94,9 @@ def attend_to_listed(
     depth: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Queries [s, heads, width] that meet keys [·, width] at slots int64 [s, k], as far as they are `seen`, bool; the
-    first `depth` numbers of keys are values → [s, heads, depth]. So many are gathered at once as there is `ROOM`
-    for. `sinks` float32 [heads] are as in `attend_by_scores`."""
+    """Queries [s, heads, width] attend to keys [·, width] at slots int64 [s, k], where `seen`, bool; the first `depth`
+    numbers of keys are values → [s, heads, depth]. So many are gathered at once as there is `ROOM` for. `sinks` float32
+    [heads] are as in `attend_by_scores`."""
     rows = max(1, ROOM // (query.element_size() * slots.shape[1] * query.shape[2]))
     parts = list[Tensor]()
     for own, here, there in zip(query.split(rows), slots.split(rows), seen.split(rows), strict=True):
@@ -124,7 +123,7 @@ class TokenIndexBackend(ChosenBackend):
 
 
 def score_on(device: torch.device) -> ScoreTokens:
-    """What scores there: a kernel of ours, if it has any."""
+    """The scoring function for a device: our kernel, if there is one."""
     if device.type == "cuda":
         from llm_service.layers.gpu import index_kernels, row_kernels  # not everywhere is a Triton
 

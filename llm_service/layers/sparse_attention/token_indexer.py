@@ -1,5 +1,4 @@
-"""The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2): an index of single tokens, and what it makes of
-them."""
+"""The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2): an index of single tokens, and its batches."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ from llm_service.model_config.text import TextConfig
 
 
 class TokenIndexer(nn.Module):
-    """Makes an index's queries, of the latents that a layer's own queries are made of, or, where these are made of its
-    input, of that once it is normed; and of each token one key and how much each head counts for it. Every rank has all
-    of them. The first numbers of a head are rotated, or of some families the last, as many as of the layer's own, and
-    queries grow with their places as these do."""
+    """Makes an index's queries, from the latents of the layer's own queries or, without these, from its normed input;
+    and for each token one key and the weight of each head. Every rank has all of them. The first numbers of a head are
+    rotated, or in some families the last, as many as in the layer's own heads, and queries grow with their positions
+    likewise."""
 
     stored_as: ClassVar[str] = "indexer"
     ops: RowOps = TORCH
@@ -70,8 +69,8 @@ class TokenIndexer(nn.Module):
         batch.keep(kept, cache)
 
     def ask(self, x: Tensor, resid: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """x [n, hidden] and, where a layer's queries are made of latents, these [n, query_rank] → queries [n, heads,
-        head_dim], how much each counts, float32 [n, heads], and keys [n, head_dim]."""
+        """x [n, hidden] and, if a layer's queries come from latents, these [n, query_rank] → queries [n, heads,
+        head_dim], the weight of each, float32 [n, heads], and keys [n, head_dim]."""
         heads, dim = self.shape.heads, self.shape.head_dim
         asked = self.queries(resid if self.q_input_norm is None else self.q_input_norm(x)).view(len(x), heads, dim)
         kept = self.k_norm(self.keys(x)).unsqueeze(1)
@@ -84,7 +83,7 @@ class TokenIndexer(nn.Module):
         return asked, self.weights(x).float() * heads**-0.5, kept.squeeze(1)
 
     def query(self, asked: Tensor, weights: Tensor, kept: Tensor) -> IndexQuery:
-        """What `ask` gave, as it is chosen by."""
+        """The result of `ask`, in the form of a query to the index."""
         return IndexQuery(TokenIndex(self.shape.most), asked, weights, kept, self.shape.head_dim**-0.5)
 
 
