@@ -1,10 +1,9 @@
-"""Encodes a picture ahead of the question: the encoder is called directly, the LLM service is given a key alone.
+"""Encodes a picture ahead of the question: calls the encoder directly, and gives the LLM service only a key.
 
     python examples/encode_ahead.py picture.png "What is in the picture?"
 
-`Prefetch` answers as soon as the picture's dimensions are known and encodes behind the caller's back; `Encode` would
-send the rows as well. Either says the content key, which stands for the picture from then on, for as long as an
-encoder has its rows.
+`Prefetch` answers as soon as the picture's dimensions are known and encodes in the background; `Encode` would also send
+the rows. Both return the content key, which replaces the picture as long as an encoder has its rows.
 """
 
 import argparse

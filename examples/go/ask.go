@@ -1,4 +1,4 @@
-// Asks about a picture, and prints the answer as it is made: over gRPC, or through the gateway with -gateway.
+// Asks about a picture and streams the answer: over gRPC, or through the gateway with -gateway.
 //
 //	./generate.sh
 //	go run . [-llm ADDR | -gateway URL] PICTURE QUESTION

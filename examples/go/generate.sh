@@ -1,5 +1,5 @@
 #!/bin/sh
-# The contract's Go stubs, into twinlensv1/, and the modules that they need. Wants protoc, protoc-gen-go and protoc-gen-go-grpc.
+# Generates the contract's Go stubs in twinlensv1/ and fetches their modules. Needs protoc, protoc-gen-go and protoc-gen-go-grpc.
 set -eu
 cd "$(dirname "$0")"
 names=""

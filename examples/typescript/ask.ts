@@ -1,4 +1,4 @@
-// Asks about a picture, and prints the answer as it is made: over gRPC, or through the gateway with --gateway.
+// Asks about a picture and streams the answer: over gRPC, or through the gateway with --gateway.
 //
 //   npm install
 //   npm run --silent ask -- [--llm URL | --gateway URL] PICTURE QUESTION
