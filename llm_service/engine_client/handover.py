@@ -108,6 +108,7 @@ class Handover:
     def engine_ended(self) -> int:
         """The engine has ended: requests that may wait for the next engine. Returns how many there are."""
         held = [request for request in self if request.held]
+        waiting = [request for request in self if not request.held]
         charged = [request for request in held if request.begun] or held
         if self._on_trial in charged:
             charged = [self._on_trial]
@@ -126,6 +127,8 @@ class Handover:
                 self._limit(request, self._seconds_left())
                 if request.deaths >= _SUSPECT:  # a request on trial must not wait for room that other requests hold
                     request.ask_for_places()
+        for request in waiting:
+            self._limit(request, self._seconds_left())
         return len(self._requests)
 
     def close(self) -> None:

@@ -350,6 +350,27 @@ async def test_nobody_waits_for_an_engine_for_ever(monkeypatch: pytest.MonkeyPat
         assert made.adds() == []
 
 
+async def test_who_waited_while_an_engine_served_waits_no_longer_than_others_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A suspect whose turn it is not, and one that has no places: the engine that ends has neither of them."""
+    async with line(monkeypatch, 4) as made:
+        tried, suspect = made.submit(9), made.submit(9)
+        for _ in range(2):
+            await made.begin(tried, suspect)
+            await made.replace()
+        placeless = made.submit(9, items=[item(NOWHERE)])
+        await made.begin(tried, placeless)
+        await made.hear(RowsNeeded(placeless.id))
+        await made.replace()
+        waiting = [each for each in (tried, suspect, placeless) if each.id not in made.adds()]
+        assert placeless in waiting
+        assert len(waiting) == 2
+        assert [each.timer for each in waiting] == [None, None], "no engine is waited for"
+        await made.die()
+        assert None not in [each.timer for each in waiting], "each is given up if there is no other one"
+
+
 async def test_a_deadline_counts_while_no_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     async with line(monkeypatch) as made:
         request, patient = (
