@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
 from llm_service.layers.gpu.short_convolution import ConvolutionKernelBackend
-from llm_service.layers.short_convolution import ConvolutionBackend
+from llm_service.layers.recurrent.short_convolution import ConvolutionBackend
 
 SIZES = ((300, 3), (48, 4))
 """Channels, more than one program takes or fewer, and how many tokens a convolution sees."""

@@ -31,7 +31,7 @@ from llm_service.layers.attention.backend import CAUSAL, AttentionKind, CacheSha
 from llm_service.layers.attention.kernel_backend import COMBINED
 from llm_service.layers.attention.latent_triton import LatentKernelShape
 from llm_service.layers.attention.triton_backend import KernelShape
-from llm_service.layers.gdn.backend import CHUNK, GdnShape
+from llm_service.layers.gdn.backend import GdnShape
 from llm_service.layers.gdn.triton_backend import INVERT, KernelConstants
 from llm_service.layers.gpu import (
     gdn_kernels,
@@ -57,6 +57,7 @@ from llm_service.layers.kda.triton_backend import KdaConstants
 from llm_service.layers.linear.quantized_weight import Number
 from llm_service.layers.mamba2.backend import Mamba2Shape
 from llm_service.layers.mamba2.triton_backend import Mamba2Constants
+from llm_service.layers.recurrent.backend import CHUNK
 from llm_service.settings import CacheDtype
 from llm_service.worker import gpu_sampler
 

@@ -1,5 +1,5 @@
-"""Gated delta nets and Kimi Delta Attention by torch's operators that follow `GdnMetadata`, as kernels do: graphs are
-tried with them."""
+"""Gated delta nets and Kimi Delta Attention by torch's operators that follow `RecurrentMetadata`, as kernels do:
+graphs are tried with them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.gated_delta_net import GatedDeltaNet
-from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.gdn.layer import GatedDeltaNet
 from llm_service.layers.gdn.torch_backend import TorchBackend as TorchDeltas
+from llm_service.layers.kda.layer import KimiDeltaAttention
 from llm_service.layers.kda.torch_backend import TorchBackend as TorchKimi
-from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
 from llm_service.layers.mixer import CachedPart, StateBackend
+from llm_service.layers.recurrent.metadata import RecurrentMetadata
 
 CPU = torch.device("cpu")
 
@@ -39,17 +39,17 @@ class PlainStates:
     def batch(self, segments: Sequence[Segment]) -> Any:
         return self._torch.batch(segments)
 
-    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> GdnMetadata:
-        return GdnMetadata.padding(tokens, sequences, CPU, decodes_only=decodes_only)
+    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> RecurrentMetadata:
+        return RecurrentMetadata.padding(tokens, sequences, CPU, decodes_only=decodes_only)
 
-    def over(self, metadata: GdnMetadata) -> PlainStatesBatch:
+    def over(self, metadata: RecurrentMetadata) -> PlainStatesBatch:
         return PlainStatesBatch(self._torch, metadata)
 
 
 @dataclass(frozen=True)
 class PlainStatesBatch:
     torch: StateBackend
-    metadata: GdnMetadata
+    metadata: RecurrentMetadata
 
     def run(self, given: Any, weights: Any, cache: StateCache) -> Tensor:
         """Rows of padding are not numbers."""
@@ -61,7 +61,7 @@ class PlainStatesBatch:
         return out
 
 
-def _segments(metadata: GdnMetadata) -> list[Segment]:
+def _segments(metadata: RecurrentMetadata) -> list[Segment]:
     found = []
     tiles = metadata.tiles.tolist()
     for number, (begin, end, slot, fresh, first) in enumerate(metadata.runs.tolist()):

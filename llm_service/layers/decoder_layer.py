@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from llm_service.families.family import FeedForwardKind, LayerKind, Mixer
 from llm_service.layers.embeddings.per_layer import LayerEnd
-from llm_service.layers.gated_delta_net import GatedDeltaNet
-from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
-from llm_service.layers.mamba2_mixer import Mamba2
+from llm_service.layers.gdn.layer import GatedDeltaNet
+from llm_service.layers.kda.layer import KimiDeltaAttention
+from llm_service.layers.mamba2.layer import Mamba2
 from llm_service.layers.mixer import CachedPart, HandedOn, MixerPart, Rotary
 from llm_service.layers.mla.latent_attention import LatentAttention
 from llm_service.layers.mla.pooled import PooledSparseLatentAttention
@@ -26,10 +26,10 @@ from llm_service.layers.moe.modality_experts import ModalityExperts
 from llm_service.layers.moe.sparse_mlp import SparseMLP
 from llm_service.layers.norms import Unnormed, norm_of
 from llm_service.layers.one_part_layers import FeedForwardLayer, MixerLayer
+from llm_service.layers.recurrent.short_convolution import ShortConvolution
 from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.layers.self_attention.qk_norms import LateNormedAttention, NormedOutputAttention, OwnNormedAttention
 from llm_service.layers.self_attention.tempered import TemperedAttention
-from llm_service.layers.short_convolution import ShortConvolution
 from llm_service.layers.sparse_attention.block_attention import BlockSparseAttention
 from llm_service.layers.sparse_attention.stretch_attention import StretchSparseAttention
 from llm_service.layers.tensor_parallel import TensorGroup

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from llm_service.layers.gpu.short_convolution import ConvolutionKernelBackend
-from llm_service.layers.short_convolution import backend_on
+from llm_service.layers.recurrent.short_convolution import backend_on
 from testkit import convolution_cases
 from testkit.convolution_cases import COUNTS, SIZES, Case, segments_of
 

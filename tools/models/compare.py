@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from common.hf.description import HfModel
 from common.hf.models import describe
-from llm_service.layers.gdn.backend import CHUNK
+from llm_service.layers.recurrent.backend import CHUNK
 from tools.launcher import NotStartedError, Service
 from tools.models.families import taken_by_family
 from tools.models.prompts import (

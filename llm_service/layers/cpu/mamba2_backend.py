@@ -11,32 +11,29 @@ from torch import Tensor
 
 from common.cpu.jit import Array
 from llm_service.layers.cache_spec import Segment
-from llm_service.layers.cpu import mamba2_step, selection
-from llm_service.layers.cpu.one_by_one import OneByOneBatch, OneByOneSequences, Places, States, float_arrays
-from llm_service.layers.gdn.torch_backend import FEW, split
-from llm_service.layers.mamba2.backend import Mamba2Batch, Mamba2Input, Mamba2Shape, Mamba2Weights
+from llm_service.layers.cpu import mamba2_step
+from llm_service.layers.cpu.one_by_one import OneByOneBackend, Places, States, Step, float_arrays
+from llm_service.layers.mamba2.backend import Mamba2Input, Mamba2Shape, Mamba2Weights
 from llm_service.layers.mamba2.torch_backend import TorchBackend, TorchBatch, floors_of
 
 
-class NumbaBackend:
-    """Makes batches for the kernel; while it is compiled, torch's."""
+class NumbaBackend(OneByOneBackend[Mamba2Input, Mamba2Weights]):
+    """Has the kernel compute tokens that come one by one."""
 
-    name = "numba"
     kernels = frozenset({f"{mamba2_step.__name__}:step"})
     """See `NumbaCompiled`."""
 
     def __init__(self, shape: Mamba2Shape) -> None:
+        super().__init__(TorchBackend(shape, torch.device("cpu")))
         self._shape = shape
-        self._plain = TorchBackend(shape, torch.device("cpu"))
 
-    def batch(self, segments: Sequence[Segment]) -> Mamba2Batch:
-        """See `Mamba2Backend`."""
-        runs, rounds = split(segments, FEW)
-        if not rounds or not selection.is_numba():
-            return self._plain.batch(segments)
-        floors = floors_of(segments, self._shape.least_step)
-        before = TorchBatch(self._shape, tuple(runs), [], floors) if runs else None
-        return OneByOneBatch(before, OneByOneSequences.of(rounds), partial(self._step, floors))
+    def before(self, runs: Sequence[Segment], segments: Sequence[Segment]) -> TorchBatch:
+        """See `OneByOneBackend`."""
+        return TorchBatch(self._shape, tuple(runs), [], floors_of(segments, self._shape.least_step))
+
+    def step_of(self, segments: Sequence[Segment]) -> Step[Mamba2Input, Mamba2Weights]:
+        """See `OneByOneBackend`."""
+        return partial(self._step, floors_of(segments, self._shape.least_step))
 
     def _step(
         self,
@@ -47,7 +44,7 @@ class NumbaBackend:
         states: States,
         places: Places,
     ) -> None:
-        """See `OneByOneBatch`; `floors` is of `floors_of`."""
+        """`floors` is of `floors_of`."""
         least = np.zeros(len(out), np.float32) if floors is None else floors.flatten().numpy()
         inputs, both = float_arrays(given.z, given.xbc, given.dt), (weights.conv, weights.conv_bias)
         own = float_arrays(*both, weights.a_log, weights.dt_bias, weights.d, weights.gain)

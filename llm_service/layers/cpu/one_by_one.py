@@ -14,7 +14,9 @@ from torch import Tensor
 
 from common.cpu.jit import Array
 from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.recurrence import RecurrentBatch
+from llm_service.layers.cpu import selection
+from llm_service.layers.recurrent.backend import RecurrentBackend, RecurrentBatch
+from llm_service.layers.recurrent.segments import FEW, split
 
 
 class Projected(Protocol):
@@ -55,14 +57,17 @@ class OneByOneSequences:
         return cls(np.stack([begins, ends]), torch.from_numpy(slots.copy()), fresh.astype(bool))
 
 
+Step = Callable[[Array, Given, Weights, States, Places], None]
+"""Fills the rows of float32 [n, values] of tokens that are computed one by one, and changes the states."""
+
+
 @dataclass(frozen=True, slots=True)
 class OneByOneBatch(Generic[Given, Weights]):
-    """`runs` computes what comes before the tokens that are computed one by one; of these `step` fills the rows of
-    float32 [n, values], and changes the states."""
+    """`runs` computes what comes before the tokens that are computed one by one, `step` these."""
 
     runs: RecurrentBatch[Given, Weights] | None
     sequences: OneByOneSequences
-    step: Callable[[Array, Given, Weights, States, Places], None]
+    step: Step[Given, Weights]
 
     def run(self, given: Given, weights: Weights, cache: StateCache) -> Tensor:
         """See `RecurrentBatch`."""
@@ -76,6 +81,32 @@ class OneByOneBatch(Generic[Given, Weights]):
         if before is not convolution:
             convolution[own.slots] = before.to(convolution.dtype)
         return out.to(given.z.dtype)
+
+
+class OneByOneBackend(Generic[Given, Weights]):
+    """Makes batches for a kernel; while it is compiled, those of `plain`, which are torch's."""
+
+    name = "numba"
+
+    def __init__(self, plain: RecurrentBackend[Given, Weights]) -> None:
+        self._plain = plain
+
+    def batch(self, segments: Sequence[Segment]) -> RecurrentBatch[Given, Weights]:
+        """See `RecurrentBackend`."""
+        runs, rounds = split(segments, FEW)
+        if not rounds or not selection.is_numba():
+            return self._plain.batch(segments)
+        before = self.before(runs, segments) if runs else None
+        return OneByOneBatch(before, OneByOneSequences.of(rounds), self.step_of(segments))
+
+    def before(self, runs: Sequence[Segment], segments: Sequence[Segment]) -> RecurrentBatch[Given, Weights]:
+        """A batch of the runs among a step's segments."""
+        del segments  # by default runs are all that is to be known
+        return self._plain.batch(runs)
+
+    def step_of(self, segments: Sequence[Segment]) -> Step[Given, Weights]:
+        """What computes the tokens of a step's segments that come one by one."""
+        raise NotImplementedError
 
 
 def float_arrays(*tensors: Tensor) -> list[Array]:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
-from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
 from llm_service.layers.elementwise import sigmoid, silu
 from llm_service.layers.linear.parallel import PackedLinear, VocabParallelEmbedding
 from llm_service.layers.linear.placement import Place, Stored, fill
 from llm_service.layers.linear.weight_dtype import EXACT, Rounded
+from llm_service.layers.recurrent.convolution import Steps, convolve_run, convolve_steps
 from llm_service.layers.residual.hyper_connections import StreamNorm
 from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.layer_shapes import NgramShape

@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.cache_spec import SequenceState
-from llm_service.layers.recurrence import RecurrentBackend, RecurrentBatch
-
-CHUNK = 64
-"""Tokens of a sequence that are computed at once. A sequence that is cut at multiples of these gives the same bits."""
+from llm_service.layers.recurrent.backend import CHUNK, RecurrentBackend, RecurrentBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
 
 import torch
 
 from llm_service.layers.gdn.backend import GdnBackend, GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.torch_backend import TorchBackend
-from llm_service.layers.recurrence import gets_through
+from llm_service.layers.recurrent.choose import best_of, gets_through
 
 
 def choose(shape: GdnShape, dtype: torch.dtype, device: torch.device) -> GdnBackend:
-    """numba's kernel on a CPU; on a GPU Triton's, with chunks by flash-linear-attention where that is installed, if
-    they pass a trial; else torch's operators."""
-    if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+    """See `best_of`; on a GPU chunks are computed by flash-linear-attention where that is installed and runs."""
+
+    def numba() -> GdnBackend:
         from llm_service.layers.cpu.gdn_backend import NumbaBackend
 
         return NumbaBackend(shape)
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+
+    def triton() -> Iterator[GdnBackend]:
         from llm_service.layers.gdn import fla_rule
         from llm_service.layers.gdn.triton_backend import TritonBackend
 
-        rules = (fla_rule.find(shape) if dtype != torch.float32 else None, None)
-        for rule in dict.fromkeys(rules):
-            backend = TritonBackend(shape, dtype, device, rule)
-            if runs(backend, shape, dtype, device):
-                return backend
-    return TorchBackend(shape, device)
+        rule = None if dtype == torch.float32 else fla_rule.find(shape)
+        if rule is not None:
+            yield TritonBackend(shape, dtype, device, rule)
+        yield TritonBackend(shape, dtype, device)
+
+    return best_of(
+        device,
+        numba=numba,
+        triton=triton,
+        runs=lambda backend: runs(backend, shape, dtype, device),
+        plain=lambda: TorchBackend(shape, device),
+    )
 
 
 def runs(backend: GdnBackend, shape: GdnShape, dtype: torch.dtype, device: torch.device) -> bool:

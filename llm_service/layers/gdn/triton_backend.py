@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ import triton
 from torch import Tensor
 
 from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.gdn.backend import CHUNK, GdnInput, GdnShape, GdnWeights
+from llm_service.layers.gdn.backend import GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.fla_rule import FlaRule, Round, rounds
-from llm_service.layers.gdn.metadata import GdnMetadata
-from llm_service.layers.gdn.torch_backend import split
 from llm_service.layers.gpu import gdn_kernels as kernels
 from llm_service.layers.gpu.convolutions import convolve_runs, convolve_steps
+from llm_service.layers.recurrent.backend import CHUNK
+from llm_service.layers.recurrent.kernel_backend import RecurrentKernelBackend
+from llm_service.layers.recurrent.metadata import RecurrentMetadata
+from llm_service.layers.recurrent.segments import split
 
 _KEYS = (64, 32)
 """Places of keys that are multiplied at once, in 16 bits and in float32, which takes more registers."""
@@ -80,29 +82,22 @@ class KernelConstants:
         return _EXACT if self.exact else "tf32"
 
 
-class TritonBackend:
+class TritonBackend(RecurrentKernelBackend[RecurrentMetadata, "TritonBatch"]):
     """Makes batches for the kernels, compiled for one shape and type. `rule` computes chunks in place of ours."""
 
-    name = "triton"
-
     def __init__(self, shape: GdnShape, dtype: torch.dtype, device: torch.device, rule: FlaRule | None = None) -> None:
-        self._compiled = KernelConstants(shape, dtype == torch.float32)
-        self._device = device
-        self._rule = rule
+        super().__init__(RecurrentMetadata, device)
+        self._compiled, self._rule = KernelConstants(shape, dtype == torch.float32), rule
 
     def batch(self, segments: Sequence[Segment]) -> TritonBatch:
         """See `GdnBackend`."""
-        metadata = GdnMetadata.of(segments, self._device)
+        made = super().batch(segments)
         if self._rule is None:
-            return TritonBatch(metadata, self._compiled)
+            return made
         runs, _ = split(segments)
-        return TritonBatch(metadata, self._compiled, self._rule, rounds(runs, self._device))
+        return replace(made, rule=self._rule, rounds=rounds(runs, self._device))
 
-    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> GdnMetadata:
-        """See `StableStateBackend`."""
-        return GdnMetadata.padding(tokens, sequences, self._device, decodes_only=decodes_only)
-
-    def over(self, metadata: GdnMetadata) -> TritonBatch:
+    def over(self, metadata: RecurrentMetadata) -> TritonBatch:
         """See `StableStateBackend`. Our kernels alone follow metadata: a library asks for lengths."""
         return TritonBatch(metadata, self._compiled)
 
@@ -112,7 +107,7 @@ class TritonBatch:
     """A batch of the kernels; nothing in them waits for the device, so a graph may capture what has no `rule`, which
     computes chunks in `rounds`."""
 
-    metadata: GdnMetadata
+    metadata: RecurrentMetadata
     compiled: KernelConstants
     rule: FlaRule | None = None
     rounds: Sequence[Round] = ()

@@ -6,9 +6,9 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from llm_service.layers.gdn.backend import CHUNK
-from llm_service.layers.gdn.metadata import GdnMetadata
 from llm_service.layers.gpu import gdn_kernels
+from llm_service.layers.recurrent.backend import CHUNK
+from llm_service.layers.recurrent.metadata import RecurrentMetadata
 
 CHANNELS = 256
 """What one program takes of a token."""
@@ -19,7 +19,7 @@ RUN_CHANNELS = 32
 def convolve_steps(
     mixed: Tensor,
     given: Tensor,
-    metadata: GdnMetadata,
+    metadata: RecurrentMetadata,
     states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -49,7 +49,7 @@ def convolve_steps(
 def convolve_runs(
     mixed: Tensor,
     given: Tensor,
-    metadata: GdnMetadata,
+    metadata: RecurrentMetadata,
     states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.cache_spec import StateCache
 from llm_service.layers.gpu.convolutions import convolve_runs, convolve_steps
+from llm_service.layers.recurrent.kernel_backend import RecurrentKernelBackend
+from llm_service.layers.recurrent.metadata import RecurrentMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionKernelBatch:
     """A batch of the kernels; nothing in them waits for the device, so a graph may capture it."""
 
-    metadata: GdnMetadata
+    metadata: RecurrentMetadata
 
     def run(self, x: Tensor, weight: Tensor, cache: StateCache) -> Tensor:
         """See `Convolves`. Rows of padding are left as memory had them."""
@@ -30,22 +30,12 @@ class ConvolutionKernelBatch:
         return out
 
 
-class ConvolutionKernelBackend:
+class ConvolutionKernelBackend(RecurrentKernelBackend[RecurrentMetadata, ConvolutionKernelBatch]):
     """Makes batches for the kernels, over metadata as well."""
 
-    name = "triton"
-
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(RecurrentMetadata, device)
 
-    def batch(self, segments: Sequence[Segment]) -> ConvolutionKernelBatch:
-        """See `StateBackend`."""
-        return self.over(GdnMetadata.of(segments, self._device))
-
-    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> GdnMetadata:
-        """See `StableStateBackend`."""
-        return GdnMetadata.padding(tokens, sequences, self._device, decodes_only=decodes_only)
-
-    def over(self, metadata: GdnMetadata) -> ConvolutionKernelBatch:
+    def over(self, metadata: RecurrentMetadata) -> ConvolutionKernelBatch:
         """See `StableStateBackend`."""
         return ConvolutionKernelBatch(metadata)

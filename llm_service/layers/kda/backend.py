@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llm_service.layers.cache_spec import SequenceState
 from llm_service.layers.gdn.backend import GdnShape
-from llm_service.layers.recurrence import RecurrentBackend, RecurrentBatch
+from llm_service.layers.recurrent.backend import RecurrentBackend, RecurrentBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
 
 import torch
 
 from llm_service.layers.kda.backend import KdaBackend, KdaInput, KdaShape, KdaWeights
 from llm_service.layers.kda.torch_backend import TorchBackend
-from llm_service.layers.recurrence import gets_through
+from llm_service.layers.recurrent.choose import best_of, gets_through
 
 
 def choose(shape: KdaShape, dtype: torch.dtype, device: torch.device) -> KdaBackend:
-    """numba's kernel on a CPU; on a GPU Triton's, if they pass a trial; else torch's operators."""
-    if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+    """See `best_of`."""
+
+    def numba() -> KdaBackend:
         from llm_service.layers.cpu.kda_backend import NumbaBackend
 
         return NumbaBackend(shape)
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+
+    def triton() -> Iterator[KdaBackend]:
         from llm_service.layers.kda.triton_backend import TritonBackend
 
-        backend = TritonBackend(shape, dtype, device)
-        if runs(backend, shape, dtype, device):
-            return backend
-    return TorchBackend(shape, device)
+        yield TritonBackend(shape, dtype, device)
+
+    return best_of(
+        device,
+        numba=numba,
+        triton=triton,
+        runs=lambda backend: runs(backend, shape, dtype, device),
+        plain=lambda: TorchBackend(shape, device),
+    )
 
 
 def runs(backend: KdaBackend, shape: KdaShape, dtype: torch.dtype, device: torch.device) -> bool:

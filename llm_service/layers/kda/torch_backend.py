@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
-from llm_service.layers.elementwise import sigmoid, silu, softplus
-from llm_service.layers.gdn.backend import CHUNK
-from llm_service.layers.gdn.torch_backend import FEW, remainder, split, unit
+from llm_service.layers.elementwise import remainder, sigmoid, silu, softplus
+from llm_service.layers.gdn.torch_backend import unit
 from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
+from llm_service.layers.recurrent.backend import CHUNK
+from llm_service.layers.recurrent.convolution import Steps, convolve_run, convolve_steps
+from llm_service.layers.recurrent.segments import FEW, split
 
 _NEAR = 16
 """Tokens of which each pair is multiplied place by place, with what is left of each. Of those further apart both are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +9,16 @@ import torch
 import triton
 from torch import Tensor
 
-from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.gdn.backend import CHUNK
-from llm_service.layers.gdn.metadata import GdnMetadata
+from llm_service.layers.cache_spec import StateCache
 from llm_service.layers.gdn.triton_backend import INVERT
 from llm_service.layers.gpu import gdn_kernels
 from llm_service.layers.gpu import kda_kernels as kernels
 from llm_service.layers.gpu.convolutions import convolve_runs, convolve_steps
 from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
 from llm_service.layers.kda.torch_backend import gated_norm
+from llm_service.layers.recurrent.backend import CHUNK
+from llm_service.layers.recurrent.kernel_backend import RecurrentKernelBackend
+from llm_service.layers.recurrent.metadata import RecurrentMetadata
 
 _NEAR = 16
 """Tokens of which each pair is multiplied place by place."""
@@ -73,23 +73,14 @@ class KdaConstants:
         return _EXACT if self.exact else "tf32"
 
 
-class TritonBackend:
+class TritonBackend(RecurrentKernelBackend[RecurrentMetadata, "TritonBatch"]):
     """Makes batches for the kernels, compiled for one shape and type."""
 
-    name = "triton"
-
     def __init__(self, shape: KdaShape, dtype: torch.dtype, device: torch.device) -> None:
-        self._compiled, self._device = KdaConstants(shape, dtype == torch.float32), device
+        super().__init__(RecurrentMetadata, device)
+        self._compiled = KdaConstants(shape, dtype == torch.float32)
 
-    def batch(self, segments: Sequence[Segment]) -> TritonBatch:
-        """See `KdaBackend`."""
-        return TritonBatch(GdnMetadata.of(segments, self._device), self._compiled)
-
-    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> GdnMetadata:
-        """See `StableStateBackend`."""
-        return GdnMetadata.padding(tokens, sequences, self._device, decodes_only=decodes_only)
-
-    def over(self, metadata: GdnMetadata) -> TritonBatch:
+    def over(self, metadata: RecurrentMetadata) -> TritonBatch:
         """See `StableStateBackend`."""
         return TritonBatch(metadata, self._compiled)
 
@@ -98,7 +89,7 @@ class TritonBackend:
 class TritonBatch:
     """A batch of the kernels; nothing in them waits for the device, so that a graph may capture it."""
 
-    metadata: GdnMetadata
+    metadata: RecurrentMetadata
     compiled: KdaConstants
 
     def run(self, given: KdaInput, weights: KdaWeights, cache: StateCache) -> Tensor:

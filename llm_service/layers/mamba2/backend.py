@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from llm_service.layers.cache_spec import SequenceState
-from llm_service.layers.gdn.backend import CHUNK
-from llm_service.layers.recurrence import RecurrentBackend, RecurrentBatch
+from llm_service.layers.recurrent.backend import CHUNK, RecurrentBackend, RecurrentBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.gpu.transfer import to_device
 from llm_service.layers.cache_spec import Segment
-from llm_service.layers.gdn.metadata import GdnMetadata, packed_of
+from llm_service.layers.recurrent.metadata import RecurrentMetadata, packed_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Mamba2Metadata:
     """`tables` says where tokens are and what they go on from, as for gated delta nets; `answers` int32 [n] is 1 for
     those of answers. All of it lies in `packed`, in this order."""
 
-    tables: GdnMetadata
+    tables: RecurrentMetadata
     answers: Tensor
     packed: Tensor
 
@@ -38,8 +38,8 @@ class Mamba2Metadata:
 
     @classmethod
     def padding(cls, tokens: int, sequences: int, device: torch.device, *, decodes_only: bool) -> Mamba2Metadata:
-        """Room for any segments, as `GdnMetadata.padding`. What stands in it is padding."""
-        tables = GdnMetadata.padding(tokens, sequences, device, decodes_only=decodes_only)
+        """Room for any segments, as `RecurrentMetadata.padding`. What stands in it is padding."""
+        tables = RecurrentMetadata.padding(tokens, sequences, device, decodes_only=decodes_only)
         packed = torch.cat([tables.packed, tables.packed.new_zeros(tokens)])
         return cls._over(packed, len(tables.packed), tables.counts)
 
@@ -47,7 +47,7 @@ class Mamba2Metadata:
     def _over(cls, packed: Tensor, size: int, counts: Sequence[int]) -> Mamba2Metadata:
         """Over so many numbers of tables, of so many steps, runs and tiles, and what follows."""
         own, answers = packed.split([size, len(packed) - size])
-        return cls(GdnMetadata.over(own, counts), answers, packed)
+        return cls(RecurrentMetadata.over(own, counts), answers, packed)
 
     def numbers(self, segments: Sequence[Segment]) -> np.ndarray:
         """What is to stand in `packed` for a step."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
-from llm_service.layers.elementwise import silu, softplus
-from llm_service.layers.gdn.backend import CHUNK
-from llm_service.layers.gdn.torch_backend import FEW, remainder, split
+from llm_service.layers.elementwise import remainder, silu, softplus
 from llm_service.layers.mamba2.backend import Mamba2Input, Mamba2Shape, Mamba2Weights
+from llm_service.layers.recurrent.backend import CHUNK
+from llm_service.layers.recurrent.convolution import Steps, convolve_run, convolve_steps
+from llm_service.layers.recurrent.segments import FEW, split
 
 
 class TorchBackend:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.gdn.backend import CHUNK
+from llm_service.layers.cache_spec import StateCache
 from llm_service.layers.gpu import mamba2_kernels
 from llm_service.layers.gpu.convolutions import convolve_runs, convolve_steps
 from llm_service.layers.mamba2.backend import Mamba2Input, Mamba2Shape, Mamba2Weights
 from llm_service.layers.mamba2.metadata import Mamba2Metadata
+from llm_service.layers.recurrent.backend import CHUNK
+from llm_service.layers.recurrent.kernel_backend import RecurrentKernelBackend
 
 _EXACT = "ieee"
 """How float32 is multiplied: three products in tf32 do not fit the registers of 8.0."""
@@ -69,22 +69,12 @@ class Mamba2Constants:
         return max(16, int(triton.next_power_of_2(self.shape.head_dim)))
 
 
-class TritonBackend:
+class TritonBackend(RecurrentKernelBackend[Mamba2Metadata, "TritonBatch"]):
     """Makes batches for the kernels, compiled for one shape and type."""
 
-    name = "triton"
-
     def __init__(self, shape: Mamba2Shape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(Mamba2Metadata, device)
         self._compiled = Mamba2Constants(shape, dtype == torch.float32)
-        self._device = device
-
-    def batch(self, segments: Sequence[Segment]) -> TritonBatch:
-        """See `Mamba2Backend`."""
-        return self.over(Mamba2Metadata.of(segments, self._device))
-
-    def padding(self, tokens: int, sequences: int, *, decodes_only: bool) -> Mamba2Metadata:
-        """See `StableStateBackend`."""
-        return Mamba2Metadata.padding(tokens, sequences, self._device, decodes_only=decodes_only)
 
     def over(self, metadata: Mamba2Metadata) -> TritonBatch:
         """See `StableStateBackend`."""

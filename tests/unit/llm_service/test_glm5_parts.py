@@ -14,7 +14,7 @@ from common.checkpoints.checkpoint import CheckpointError
 from llm_service.families.gates import CutGates
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.elementwise import sigmoid
-from llm_service.layers.kimi_delta_attention import KimiDeltaAttention
+from llm_service.layers.kda.layer import KimiDeltaAttention
 from llm_service.layers.residual.manifold_hyper_connections import (
     ManifoldLayer,
     MeanNorm,

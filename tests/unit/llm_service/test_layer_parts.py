@@ -11,7 +11,7 @@ from torch import nn
 
 from llm_service.families.gates import BoundedGates, RaisedGates
 from llm_service.layers.cache_spec import Segment
-from llm_service.layers.gated_delta_net import GatedDeltaNet
+from llm_service.layers.gdn.layer import GatedDeltaNet
 from llm_service.layers.linear.parallel import VocabParallelEmbedding
 from llm_service.layers.mlp import MLP
 from llm_service.layers.norms import RMSNorm

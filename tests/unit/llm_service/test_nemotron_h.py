@@ -18,7 +18,7 @@ from llm_service.families.nemotron_h import NEMOTRON_H
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes
-from llm_service.layers.mamba2_mixer import Mamba2
+from llm_service.layers.mamba2.layer import Mamba2
 from llm_service.layers.moe.sparse_mlp import SparseMLP
 from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig

@@ -16,7 +16,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.cache_spec import IndexedCache, Segment, StateCache, cache_shapes
 from llm_service.layers.embeddings.ngrams import Ngrams
-from llm_service.layers.gated_delta_net import GatedDeltaNet
+from llm_service.layers.gdn.layer import GatedDeltaNet
 from llm_service.layers.gdn.torch_backend import TorchBackend as TorchDeltas
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.residual.hyper_connections import StreamMix

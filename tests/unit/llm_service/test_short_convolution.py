@@ -10,7 +10,7 @@ from torch import nn
 
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.cache_spec import Segment, StateCache
-from llm_service.layers.short_convolution import ShortConvolution
+from llm_service.layers.recurrent.short_convolution import ShortConvolution
 from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.filling import InMemory, targets

@@ -1,4 +1,4 @@
-"""What kernels need to know of a batch of gated delta nets, as tensors on the device."""
+"""What kernels need to know of a batch of layers with states, as tensors on the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from common.gpu.transfer import ALIGNMENT, aligned, to_device
 from llm_service.layers.cache_spec import Segment
-from llm_service.layers.gdn.backend import CHUNK
-from llm_service.layers.gdn.torch_backend import split
+from llm_service.layers.recurrent.backend import CHUNK
+from llm_service.layers.recurrent.segments import split
 
 NOBODY = -1
 """Stands for a slot or a run where there is none: nothing is read or written."""
@@ -21,7 +21,7 @@ _WIDTHS = (3, 5, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class GdnMetadata:
+class RecurrentMetadata:
     """All int32: `steps` [s, 3] (row, slot, fresh), `runs` [r, 5] (begin, end, slot, fresh, first tile) and `tiles`
     [t, 3] (run, first token, copy), CHUNK tokens each, those of a run one after the other: the state behind a tile goes
     to its copy as well. A step or a run of slot NOBODY, and a tile of run NOBODY, are padding. All of it lies in
@@ -33,11 +33,11 @@ class GdnMetadata:
     packed: Tensor
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device) -> GdnMetadata:
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> RecurrentMetadata:
         """The metadata of a step's segments. Those of one sequence become one run.
 
         >>> segments = [Segment(0, 1, 4, fresh=False), Segment(1, 65, 7, fresh=True, copy=9)]
-        >>> metadata = GdnMetadata.of([*segments, Segment(65, 81, 7, fresh=False)], torch.device("cpu"))
+        >>> metadata = RecurrentMetadata.of([*segments, Segment(65, 81, 7, fresh=False)], torch.device("cpu"))
         >>> metadata.steps.tolist(), metadata.runs.tolist(), metadata.tiles.tolist()
         ([[0, 4, 0]], [[1, 81, 7, 1, 0]], [[0, 1, 9], [0, 65, -1]])
         """
@@ -46,11 +46,11 @@ class GdnMetadata:
         return cls.over(packed, counts)
 
     @classmethod
-    def padding(cls, tokens: int, sequences: int, device: torch.device, *, decodes_only: bool) -> GdnMetadata:
+    def padding(cls, tokens: int, sequences: int, device: torch.device, *, decodes_only: bool) -> RecurrentMetadata:
         """Room for any segments of so many tokens of so many sequences, of which none has several with `decodes_only`.
         What stands in it is padding.
 
-        >>> metadata = GdnMetadata.padding(130, 8, torch.device("cpu"), decodes_only=False)
+        >>> metadata = RecurrentMetadata.padding(130, 8, torch.device("cpu"), decodes_only=False)
         >>> [len(each) for each in (metadata.steps, metadata.runs, metadata.tiles)]
         [8, 8, 9]
         """
@@ -61,7 +61,7 @@ class GdnMetadata:
         return cls.over(packed, counts)
 
     @classmethod
-    def over(cls, packed: Tensor, counts: Sequence[int]) -> GdnMetadata:
+    def over(cls, packed: Tensor, counts: Sequence[int]) -> RecurrentMetadata:
         """Over numbers as `packed` has them, of so many steps, runs and tiles."""
         parts = packed.split(_sizes(counts))
         steps, runs, tiles = (
@@ -80,7 +80,7 @@ class GdnMetadata:
 
 
 def packed_of(segments: Sequence[Segment]) -> tuple[np.ndarray, list[int]]:
-    """What `GdnMetadata.packed` has of a step's segments, int32, and how many steps, runs and tiles these are."""
+    """What `RecurrentMetadata.packed` has of a step's segments, int32, and how many steps, runs and tiles these are."""
     arrays = _arrays(segments)
     counts = [len(each) for each in arrays]
     return _packed(arrays, counts), counts

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.layers.cache_spec import Segment, SequenceState, StateCache
-from llm_service.layers.convolution import Steps, convolve_run, convolve_steps
-from llm_service.layers.gdn.backend import CHUNK
 from llm_service.layers.linear.parallel import PackedLinear
 from llm_service.layers.linear.placement import Place, Stored, fill, length
 from llm_service.layers.mixer import Rotary, StateBackend
+from llm_service.layers.recurrent.backend import CHUNK
+from llm_service.layers.recurrent.convolution import Steps, convolve_run, convolve_steps
 from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
