@@ -43,6 +43,9 @@ from llm_service.model_config.text import TextConfig
 
 _GROUPED = (9, 10)
 """Compute capabilities (major) for which torch has its own kernel of grouped products."""
+_FORMS = 64
+"""How often torch compiles a part of layers: by kind, for one token and for more, and for the first layer. Behind its
+own limit of 8 it would run the rest as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +304,9 @@ class Decoder(nn.Module):
 
         Layers share compiled code, since weights are its arguments.
         """
+        import torch._dynamo  # takes a second
+
+        torch._dynamo.config.recompile_limit = _FORMS
         for layer in self.layers:
             use_ops(layer, TORCH)  # torch makes kernels from these
             for name in cast(Layer, layer).compiled:

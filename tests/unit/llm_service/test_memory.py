@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.llm_device import config_of
 from common.checkpoints.checkpoint import CheckpointError
 from common.shm.arena import SharedBuffer
 from llm_service.layers.tensor_parallel import ALONE, TensorGroup
+from llm_service.models.decoder import Decoder
 from llm_service.plan import RowSlice
 from llm_service.settings import EngineSettings
 from llm_service.worker.load import _compile
@@ -133,6 +135,16 @@ def test_layers_are_compiled_on_gpus_and_for_one_rank_alone() -> None:
         _compile(None, ALONE, torch.device("cpu"))  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="--compile is for one rank"):
         _compile(None, TensorGroup(0, 2), torch.device("cuda:0"))  # type: ignore[arg-type]
+
+
+def test_torch_compiles_all_kinds_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own limit it would leave some of a hybrid model's as they are."""
+    import torch._dynamo  # takes a second
+
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    decoder = Decoder(config_of(2, experts=False, tiny=True), ALONE, torch.float32, torch.device("cpu"))
+    decoder.compile_layers()
+    assert torch._dynamo.config.recompile_limit > 8
 
 
 def test_a_control_groups_limit_counts_where_it_is_the_tighter_one(tmp_path: Path) -> None:
