@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,29 +11,9 @@ from common.errors import Unauthenticated
 from common.rpc.bearer_tokens import AcceptedTokens
 from common.rpc.status import Context, fail
 from common.telemetry import log
-
-_STRANGERS_SECONDS = 1.0
-"""From one line about callers without the token to the next."""
+from common.telemetry.rate_limit import STRANGERS_SECONDS, RateLimit
 
 _log = log.get("rpc")
-
-
-class RateLimit:
-    """Allows one log line in so many seconds, and counts the others: strangers must not fill a disk."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._next = 0.0
-        self._suppressed = 0
-
-    def take(self) -> int | None:
-        """How many were not let through since the last one; None for one that is not."""
-        now = time.monotonic()
-        if now < self._next:
-            self._suppressed += 1
-            return None
-        suppressed, self._suppressed, self._next = self._suppressed, 0, now + self._seconds
-        return suppressed
 
 
 class BearerToken:
@@ -42,7 +21,7 @@ class BearerToken:
 
     def __init__(self, accepted: AcceptedTokens) -> None:
         self._accepted = accepted
-        self._lines = RateLimit(_STRANGERS_SECONDS)
+        self._lines = RateLimit(STRANGERS_SECONDS)
 
     def admits(self, details: grpc.HandlerCallDetails) -> bool:
         """Whether a call has an accepted token, or none is required."""

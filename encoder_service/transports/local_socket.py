@@ -14,6 +14,7 @@ from common.shm import local_link
 from common.shm.arena import SharedBuffer
 from common.shm.local_link import GRANT_BYTES, RELEASE, SECRET_BYTES, SharedArena
 from common.telemetry import log
+from common.telemetry.rate_limit import STRANGERS_SECONDS, RateLimit
 from encoder_service.engine.leases import Leases
 
 _log = log.get("local socket")
@@ -35,6 +36,7 @@ class LocalSocket:
         self._server, self.name = local_link.listen(folder)
         self._readers: dict[bytes, asyncio.Task[None]] = {}
         self._accepting: asyncio.Task[None] | None = None
+        self._refusals = RateLimit(STRANGERS_SECONDS)
 
     def knows(self, grant: bytes) -> bool:
         """Whether a grant is one of a connection that is open."""
@@ -70,12 +72,15 @@ class LocalSocket:
         link.setblocking(False)
         try:
             with contextlib.suppress(OSError, TimeoutError):
+                if not local_link.same_user(link):  # who may hold none of our descriptors, however many come
+                    self._refused()
+                    return
                 async with tasks.StallTolerantTimeout(_GREETING_SECONDS):
                     told = await _exactly(link, SECRET_BYTES)
                 if not told:  # another encoder checked at its start whether somebody listens here
                     return
-                if not local_link.same_user(link) or not hmac.compare_digest(told, self.secret):
-                    _log.warning("a local reader was refused")
+                if not hmac.compare_digest(told, self.secret):
+                    self._refused()
                     return
                 self._hand_over(link, grant)
                 while len(word := await _exactly(link, RELEASE.size)) == RELEASE.size:
@@ -84,6 +89,10 @@ class LocalSocket:
             link.close()
             self._leases.drop(grant)
             self._readers.pop(grant, None)
+
+    def _refused(self) -> None:
+        if (before := self._refusals.take()) is not None:
+            _log.warning("a local reader was refused", others=before)
 
     def _hand_over(self, link: socket.socket, grant: bytes) -> None:
         with contextlib.ExitStack() as opened:

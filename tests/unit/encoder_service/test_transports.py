@@ -11,10 +11,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from common.errors import DataLoss, Exhausted, Precondition, Unavailable
 from common.media.item import Grid, Header, Modality
@@ -23,6 +25,7 @@ from common.rows.wire import DType, RowLayout
 from common.shm import local_link
 from common.shm.arena import SharedBuffer
 from common.shm.local_link import SECRET_BYTES
+from common.telemetry import rate_limit
 from encoder_service.engine.embedding_store import EmbeddingStore, Entry
 from encoder_service.transports.base import RowRun
 from encoder_service.transports.transports import Transports
@@ -243,6 +246,31 @@ async def test_a_wrong_secret_gets_nothing() -> None:
         assert offered is not None
         with pytest.raises(OSError, match=r"no memory|reset"):
             await asyncio.to_thread(local_link.connect, offered.name, "", b"x" * SECRET_BYTES)
+
+
+@pytest.mark.parametrize("same_user", [True, False])
+async def test_however_many_strangers_come_a_log_has_a_line_a_second_about_them(
+    same_user: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other users are turned away before they have said anything."""
+
+    def stranger(name: str) -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.connect(f"\0{name[1:]}")
+            if same_user:
+                link.sendall(b"x" * SECRET_BYTES)
+            return link.recv(1)
+
+    monkeypatch.setattr(local_link, "same_user", lambda _: same_user)
+    monkeypatch.setattr(rate_limit, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    async with bench() as b:
+        offered = b.transports.local_socket
+        assert offered is not None
+        with capture_logs() as said:
+            for _ in range(5):
+                assert not await asyncio.to_thread(stranger, offered.name)
+        lines = [each for each in said if each["event"] == "a local reader was refused"]
+        assert [each["others"] for each in lines] == [0]
 
 
 async def test_numbers_that_are_not_finite_are_refused() -> None:
