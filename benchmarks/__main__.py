@@ -34,10 +34,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--runs", type=int, default=5, help="questions of each kind; the median is shown")
-    parser.add_argument("--starts", type=int, default=1, help="times that each side is started; the median is shown")
+    parser.add_argument("--starts", type=int, default=1, help="starts of each side; the median is shown")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of a long answer")
     parser.add_argument("--vllm", type=Path, help="vLLM's program, such as /opt/vllm/bin/vllm")
-    parser.add_argument("--only", choices=_SIDES, help="measure one side alone")
+    parser.add_argument("--only", choices=_SIDES, help="measure one side only")
     given = parser.parse_args()
     wanted = [given.only] if given.only else list(_SIDES)
     if "vllm" in wanted:

@@ -37,10 +37,10 @@ _OFF = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 def main() -> None:
     """Measures all shapes and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="of both")
-    parser.add_argument("--rounds", type=int, default=20, help="of which the least is shown")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of keys and values")
-    parser.add_argument("--softcap", type=float, help="below which scores are drawn; none: they are not")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="threads of both")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds; the shortest time is shown")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of keys and values")
+    parser.add_argument("--softcap", type=float, help="soft cap of scores; by default none")
     given = parser.parse_args()
     dtype: torch.dtype = getattr(torch, given.dtype)
     if not wide_vectors():

@@ -94,14 +94,20 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_device", description=__doc__)
     add_options(parser, 10)
-    parser.add_argument("--sequences", type=int, nargs="+", default=(1, 8, 24, 64), help="that decode side by side")
-    parser.add_argument("--context", type=int, nargs="+", default=(1024, 8192, 32_768), help="tokens of each of them")
-    parser.add_argument("--tokens", type=int, nargs="+", default=(512, 2048, 8192), help="of a prefill")
+    parser.add_argument(
+        "--sequences", type=int, nargs="+", default=(1, 8, 24, 64), help="numbers of decoding sequences"
+    )
+    parser.add_argument("--context", type=int, nargs="+", default=(1024, 8192, 32_768), help="tokens of each sequence")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(512, 2048, 8192), help="tokens of a prefill")
     parser.add_argument("--block-size", type=int, nargs="+", default=(16, 64, 256), help="tokens of a block")
     parser.add_argument(
-        "--stages", type=int, nargs="*", default=(3, 5), help="of our kernel of decodes, at the first block size"
+        "--stages",
+        type=int,
+        nargs="*",
+        default=(3, 5),
+        help="pipeline stages of our decode kernel, at the first block size",
     )
-    parser.add_argument("--latents", action="store_true", help="of heads that share latents")
+    parser.add_argument("--latents", action="store_true", help="heads that share latents")
     given = parser.parse_args()
     here = machine(parser, given)
     asked = ((1, 3), (20,), (16,)) if given.tiny else (given.sequences, given.context, given.tokens)

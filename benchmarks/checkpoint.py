@@ -83,12 +83,14 @@ PIXELS = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """`--model`, `--architecture` and `--weights`."""
     parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random one of 250 M parameters")
-    parser.add_argument("--architecture", choices=(*_TEXTS, INTERNVL), default="qwen3_vl", help="of the random one")
+    parser.add_argument(
+        "--architecture", choices=(*_TEXTS, INTERNVL), default="qwen3_vl", help="architecture of the random one"
+    )
     parser.add_argument(
         "--weights",
         choices=("float32", "bfloat16", W8A8),
         default="float32",
-        help="what the random one's weights are stored in: models are published in bfloat16, and some in w8a8, 8 bits"
+        help="type of the random weights; models are published in bfloat16, some in w8a8 (8 bits)"
         " to be multiplied with inputs of as many",
     )
 

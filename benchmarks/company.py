@@ -229,11 +229,13 @@ def main() -> None:
     """Measures and prints tables of medians."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.company", description=__doc__)
     add_model_options(parser)
-    parser.add_argument("--rounds", type=int, default=1, help="of all three; one takes about 100 s on two cores")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of all three; one takes about 100 s on two cores")
     parser.add_argument("--pictures", type=int, default=4, help="new pictures alone in each round")
-    parser.add_argument("--at-once", type=int, default=8, help="new pictures that come at once")
-    parser.add_argument("--tokens", type=int, default=65, help="of each answer, where several come at once")
-    parser.add_argument("--lone-tokens", type=int, default=24, help="of the running answer before others come")
+    parser.add_argument("--at-once", type=int, default=8, help="concurrent new pictures")
+    parser.add_argument("--tokens", type=int, default=65, help="tokens of each concurrent answer")
+    parser.add_argument(
+        "--lone-tokens", type=int, default=24, help="tokens of the running answer before the others arrive"
+    )
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--encoder-options", default="", help="options of the encoder service, as one string")
     parser.add_argument("--llm-options", default="", help="options of the LLM service, as one string")

@@ -53,10 +53,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--context", type=int, default=230, help="tokens in the cache of each sequence")
-    parser.add_argument("--steps", type=int, default=10, help="of which the least is shown")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of both; by default the services' own")
-    parser.add_argument("--adapter-rank", type=int, default=0, help="of adapters, which alone are measured then")
-    parser.add_argument("--drafts", type=int, default=0, help="verified at most by one sequence's steps, which alone")
+    parser.add_argument("--steps", type=int, default=10, help="steps; the shortest time is shown")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="type of both; by default the services' default"
+    )
+    parser.add_argument(
+        "--adapter-rank", type=int, default=0, help="measure only steps with and without adapters of this rank"
+    )
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="measure only steps of one sequence with up to this many drafts"
+    )
     given = parser.parse_args()
     folder = chosen_model(given)
     dtype: torch.dtype = getattr(torch, given.dtype or default_dtype("cpu", Checkpoint(folder)))

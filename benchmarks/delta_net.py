@@ -35,7 +35,9 @@ _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def main() -> None:
     """Measures all shapes and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.delta_net", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="of which the least is shown; of prefills three at most")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="rounds; the shortest time is shown; at most three for prefills"
+    )
     given = parser.parse_args()
     malloc.keep_large_blocks()
     use_threads(1)

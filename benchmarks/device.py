@@ -78,14 +78,14 @@ class Again:
 def add_options(parser: argparse.ArgumentParser, runs: int | None) -> None:
     """Those that every benchmark of a device has; `runs` by default, None: it takes no medians."""
     if runs is not None:
-        parser.add_argument("--runs", type=int, default=runs, help="of each kind; the median is shown")
+        parser.add_argument("--runs", type=int, default=runs, help="runs of each kind; the median is shown")
     else:
         parser.set_defaults(runs=_CEILING_RUNS)
-    parser.add_argument("--json", type=Path, help="a file that gets each row as a line of JSON, once it is measured")
+    parser.add_argument("--json", type=Path, help="a file for rows as lines of JSON, written one by one")
     parser.add_argument(
         "--tiny",
         action="store_true",
-        help="whether it runs: small shapes, whatever is asked for; no figures; on CPUs as well",
+        help="a test run: small shapes, whatever the other options say; no figures; on CPUs as well",
     )
 
 

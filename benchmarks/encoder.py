@@ -156,10 +156,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.encoder", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--runs", type=int, default=5, help="pictures of each size, one at a time; the median is shown")
-    parser.add_argument("--count", type=int, default=16, help="pictures of each size that come together; 0 for none")
-    parser.add_argument("--many", type=int, default=8, help="how many of those are asked for at once")
+    parser.add_argument("--count", type=int, default=16, help="pictures of each size for concurrent requests; 0: none")
+    parser.add_argument("--many", type=int, default=8, help="concurrent requests")
     parser.add_argument("--workers", type=int, nargs="+", default=(1, 2), help="numbers of workers for those")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the peers, and of one worker")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="threads of the peers and of one worker"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="sides in pixels")
     given = parser.parse_args()
     folder = chosen_model(given)

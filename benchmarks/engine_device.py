@@ -139,10 +139,10 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_device", description=__doc__)
     add_options(parser, 20)
-    parser.add_argument("--sequences", type=int, nargs="+", default=(1, 8, 64), help="that decode side by side")
+    parser.add_argument("--sequences", type=int, nargs="+", default=(1, 8, 64), help="numbers of decoding sequences")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--step-tokens", type=int, default=2048, help="as the service's --max-step-tokens")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--step-tokens", type=int, default=2048, help="the service's --max-step-tokens")
     given = parser.parse_args()
     here = machine(parser, given)
     asked = ((1, 2), 20, 4, 16) if given.tiny else (given.sequences, given.context, given.tokens, given.step_tokens)

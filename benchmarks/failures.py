@@ -202,9 +202,11 @@ def main() -> None:
     """Starts everything, measures, prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.failures", description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, default=Path("models/demo"), help="checkpoint folder")
-    parser.add_argument("--callers", type=int, default=16, help="requests at once")
-    parser.add_argument("--rounds", type=int, default=4, help="how often each thing happens")
-    parser.add_argument("--away", type=float, default=4.0, help="seconds for which an encoder stays away once noticed")
+    parser.add_argument("--callers", type=int, default=16, help="concurrent requests")
+    parser.add_argument("--rounds", type=int, default=4, help="repetitions of each failure")
+    parser.add_argument(
+        "--away", type=float, default=4.0, help="seconds before a failed encoder, once detected, is restored"
+    )
     given = parser.parse_args()
     encoders = [Encoder(given.model) for _ in range(2)]
     with no_wrong_figures(), ExitStack() as stack:

@@ -323,10 +323,10 @@ def main() -> None:
     """Measures and prints a table for each load."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/demo"))
-    parser.add_argument("--engine", choices=_MODULES, default="model", help="what computes")
+    parser.add_argument("--engine", choices=_MODULES, default="model", help="the kind of engine")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--rounds", type=int, default=4, help="of each way")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of each way")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
     given = parser.parse_args()
     with no_wrong_figures(), _started(given.model, given.engine) as processes:
         asyncio.run(_measure(given, processes))

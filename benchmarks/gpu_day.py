@@ -209,11 +209,9 @@ def main() -> None:
     """Runs parts; the exit code is 1 where anything of them failed, or is still to be run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day", description=__doc__)
     parser.add_argument("parts", type=int, nargs="+", choices=(1, 2, 3, 4))
-    parser.add_argument("--folder", type=Path, required=True, help="where results go; made if it is not there")
-    parser.add_argument("--seconds", type=float, help="for all parts together")
-    parser.add_argument(
-        "--tiny", action="store_true", help="whether all runs: small shapes, no figures; on CPUs as well"
-    )
+    parser.add_argument("--folder", type=Path, required=True, help="folder of results; created if missing")
+    parser.add_argument("--seconds", type=float, help="seconds for all parts together")
+    parser.add_argument("--tiny", action="store_true", help="a test run: small shapes, no figures; on CPUs as well")
     given = parser.parse_args()
     folder: Path = given.folder / "tiny" if given.tiny else given.folder
     folder.mkdir(parents=True, exist_ok=True)

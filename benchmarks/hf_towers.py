@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hf_towers", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", default=list(TOWERS), help="by default all")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rounds", type=int, default=5, help="of which that with the least time is shown")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; the one with the shortest time is shown")
     given = parser.parse_args()
     torch.set_num_threads(1)
     use_threads(1)

@@ -76,7 +76,7 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_blocks", description=__doc__)
     add_model_options(parser)
-    parser.add_argument("--words", type=int, default=600, help="of the text that a conversation begins with")
+    parser.add_argument("--words", type=int, default=600, help="words of a conversation's first text")
     parser.add_argument("--blocks", type=int, default=200, help="KV blocks of 16 tokens in the cache")
     given = parser.parse_args()
     folder = chosen_model(given)

@@ -60,9 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.in_turns", description=__doc__)
     add_model_options(parser)
     parser.add_argument("--pictures", type=int, default=12, help="new questions; the median is shown")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="what all compute in; by default the services'"
+        "--dtype", choices=("float32", "bfloat16"), help="type of all; by default the services' default"
     )
     given = parser.parse_args()
     folder = chosen_model(given)

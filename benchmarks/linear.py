@@ -142,11 +142,11 @@ def main() -> None:
     """Measures and prints a table."""
     kinds = _kinds()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
-    parser.add_argument("--cpu-time", action="store_true", help="CPU time of one thread: for a machine that is busy")
-    parser.add_argument("--rows", type=int, nargs="+", default=_ROWS, help="that are multiplied at once")
-    parser.add_argument("--passes", type=int, default=10, help="of which the best is shown")
-    parser.add_argument("--megabytes", type=int, default=200, help="of weights in float32: more than the cache holds")
-    parser.add_argument("--kinds", nargs="+", choices=list(kinds), default=list(kinds), help="what is measured")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time of one thread, for a busy machine")
+    parser.add_argument("--rows", type=int, nargs="+", default=_ROWS, help="numbers of rows")
+    parser.add_argument("--passes", type=int, default=10, help="passes; the best is shown")
+    parser.add_argument("--megabytes", type=int, default=200, help="size of float32 weights: more than the cache")
+    parser.add_argument("--kinds", nargs="+", choices=list(kinds), default=list(kinds), help="what to measure")
     given, clock = parser.parse_args(), time.perf_counter
     if given.cpu_time:
         clock = time.thread_time

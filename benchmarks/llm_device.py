@@ -282,15 +282,23 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.llm_device", description=__doc__)
     add_options(parser, 20)
-    parser.add_argument("--sequences", type=int, nargs="+", default=(1, 4, 16, 64), help="that decode side by side")
-    parser.add_argument("--context", type=int, nargs="+", default=(1024,), help="tokens in the cache of each of them")
-    parser.add_argument("--tokens", type=int, nargs="+", default=(512, 1024, 2048, 8192), help="of a prefill")
-    parser.add_argument("--layers", type=int, default=48, help="fewer, for a GPU with less memory, or longer contexts")
+    parser.add_argument(
+        "--sequences", type=int, nargs="+", default=(1, 4, 16, 64), help="numbers of decoding sequences"
+    )
+    parser.add_argument("--context", type=int, nargs="+", default=(1024,), help="tokens in the cache of each sequence")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(512, 1024, 2048, 8192), help="tokens of a prefill")
+    parser.add_argument(
+        "--layers", type=int, default=48, help="fewer layers, for a GPU with less memory, or longer contexts"
+    )
     parser.add_argument("--experts", action="store_true", help="the mixture of experts of Qwen3-VL-30B-A3B instead")
-    parser.add_argument("--weights", choices=tuple(FORMS), default="", help="in 8 or 4 bits; w8a8, fp8: and inputs")
-    parser.add_argument("--attention", default="auto", help="as the service's option")
-    parser.add_argument("--block-size", type=int, default=16, help="as the service's option")
-    parser.add_argument("--compile", action="store_true", help="once more with layers compiled by torch: minutes more")
+    parser.add_argument(
+        "--weights", choices=tuple(FORMS), default="", help="8-bit or 4-bit weights; w8a8, fp8: inputs too"
+    )
+    parser.add_argument("--attention", default="auto", help="the service's option")
+    parser.add_argument("--block-size", type=int, default=16, help="the service's option")
+    parser.add_argument(
+        "--compile", action="store_true", help="also with layers compiled by torch, which takes minutes"
+    )
     given = parser.parse_args()
     here = machine(parser, given)
     config = config_of(1 if given.tiny else given.layers, experts=given.experts, tiny=given.tiny)

@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--runs", type=int, default=5, help="repetitions; the median is shown")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     given = parser.parse_args()
     with no_wrong_figures(), ExitStack() as stack:
         addresses = {

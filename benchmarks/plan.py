@@ -38,9 +38,9 @@ def main() -> None:
     """Measures, predicts, and prints both."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/demo"), help="checkpoint folder")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of each workload")
-    parser.add_argument("--runs", type=int, default=9, help="of each kind of request that costs are measured by")
-    parser.add_argument("--answer", type=int, default=96, help="tokens of the answers that a step's costs are from")
+    parser.add_argument("--seconds", type=float, default=25.0, help="seconds of each workload")
+    parser.add_argument("--runs", type=int, default=9, help="requests of each kind to measure costs")
+    parser.add_argument("--answer", type=int, default=96, help="tokens of the answers that give a step's costs")
     given = parser.parse_args()
     files = {patches: workload.new_picture(round(math.sqrt(patches)) * 16) for patches in (SMALL, LARGE)}
 

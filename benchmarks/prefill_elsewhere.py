@@ -65,7 +65,7 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefill_elsewhere", description=__doc__)
     add_model_options(parser)
-    parser.add_argument("--words", type=int, nargs="+", default=[100, 600, 1400], help="of the prompts' texts")
+    parser.add_argument("--words", type=int, nargs="+", default=[100, 600, 1400], help="words of the prompts' texts")
     parser.add_argument("--rounds", type=int, default=3, help="prompts of each length")
     given = parser.parse_args()
     folder = chosen_model(given)

@@ -80,8 +80,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def main() -> None:
     """Writes it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_shape", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to; it takes 17.5 GB")
-    parser.add_argument("--tiny", action="store_true", help="whether it runs: a small shape")
+    parser.add_argument("folder", type=Path, help="the folder to write; 17.5 GB")
+    parser.add_argument("--tiny", action="store_true", help="a test run with a small shape")
     given = parser.parse_args()
     text, vision = (TINY_TEXT, TINY_TOWER) if given.tiny else (MODEL["text_config"], TOWER)
     print(write(given.folder, text, vision, torch.device(default_device())))

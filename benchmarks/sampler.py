@@ -40,8 +40,8 @@ _KINDS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampler", description=__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="of each kind; the least is shown")
-    parser.add_argument("--rows", type=int, nargs="+", default=_BATCHES, help="of a step")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each kind; the shortest time is shown")
+    parser.add_argument("--rows", type=int, nargs="+", default=_BATCHES, help="rows of a step")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print("| | rows | transformers | Twinlens | ratio |\n|---|---:|---:|---:|---:|")

@@ -170,8 +170,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
     add_model_options(parser)
     drafts = 15 if wide_vectors() else 11  # as docs/CONFIGURATION.md recommends
-    parser.add_argument("--speculative-tokens", type=int, default=drafts, help="of the service that has drafts")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--speculative-tokens", type=int, default=drafts, help="drafts of the service with drafts")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--runs", type=int, default=6, help="new prompts of each kind; the median is shown")
     given = parser.parse_args()
     source = chosen_model(given)

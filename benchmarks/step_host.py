@@ -150,9 +150,9 @@ def _steps(engine: Scheduler, runner: ModelRunner, capture: NoGraph) -> Iterator
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_host", description=__doc__)
-    parser.add_argument("--sequences", type=int, nargs="+", default=(64, 256), help="that decode side by side")
+    parser.add_argument("--sequences", type=int, nargs="+", default=(64, 256), help="numbers of decoding sequences")
     parser.add_argument("--context", type=int, nargs="+", default=(8192, 16384), help="tokens of each prompt")
-    parser.add_argument("--steps", type=int, default=60, help="of each kind; the median is shown")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each kind; the median is shown")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print("| running | context | sampling | " + " | ".join(COLUMNS) + " | bytes | in caches |")

@@ -199,11 +199,11 @@ def _prepare() -> None:
 def main() -> None:
     """Takes all that are missing; the exit code is 1 where one failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where the tables go; made if it is not there")
-    parser.add_argument("--vllm", type=Path, help="vLLM's program, for the table with the peers")
-    parser.add_argument("--tables", nargs="+", metavar="NAME", help="these alone")
+    parser.add_argument("folder", type=Path, help="folder of the tables; created if missing")
+    parser.add_argument("--vllm", type=Path, help="vLLM's program, for the table with peers")
+    parser.add_argument("--tables", nargs="+", metavar="NAME", help="only these")
     parser.add_argument(
-        "--tiny", action="store_true", help="whether all run: small models, few repetitions, no figures; in FOLDER/tiny"
+        "--tiny", action="store_true", help="a test run: small models, few repetitions, no figures; in FOLDER/tiny"
     )
     given = parser.parse_args()
     wanted = tiny_tables(given.vllm) if given.tiny else all_tables(given.vllm)

@@ -26,8 +26,8 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tower", description=__doc__)
     add_model_options(parser)
-    parser.add_argument("--sides", type=int, nargs="+", default=(256, 448, 896), help="in pixels")
-    parser.add_argument("--runs", type=int, default=5, help="passes of each kind; the least is shown")
+    parser.add_argument("--sides", type=int, nargs="+", default=(256, 448, 896), help="sides in pixels")
+    parser.add_argument("--runs", type=int, default=5, help="passes of each kind; the shortest time is shown")
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder = chosen_model(given)

@@ -247,10 +247,10 @@ def main() -> None:
             "read-pull",
         ),
     )
-    parser.add_argument("address", nargs="?", default="", help="where the sender of a reader serves")
-    parser.add_argument("--device", default="", help="where pools and mirrors are")
-    parser.add_argument("--connections", type=int, default=1, help="of read-parts")
-    parser.add_argument("--nixl", default="", help="the back end of NIXL agents")
+    parser.add_argument("address", nargs="?", default="", help="address of the sender, for a reader")
+    parser.add_argument("--device", default="", help="device of pools and mirrors")
+    parser.add_argument("--connections", type=int, default=1, help="connections of read-parts")
+    parser.add_argument("--nixl", default="", help="back end of NIXL agents")
     given = parser.parse_args()
     log.configure("error", service="benchmark")
     ends: dict[str, Callable[[], Any]] = {

@@ -105,10 +105,10 @@ def main() -> None:
     """Measures and prints a table of medians."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__)
     add_model_options(parser)
-    parser.add_argument("--before", required=True, metavar="REVISION", help="what this checkout is compared with")
-    parser.add_argument("--rounds", type=int, default=12, help="two at the least")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
-    parser.add_argument("--together", type=int, default=4, metavar="N", help="asked at once, or 0")
+    parser.add_argument("--before", required=True, metavar="REVISION", help="the revision to compare with")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds, at least two")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer")
+    parser.add_argument("--together", type=int, default=4, metavar="N", help="concurrent answers, or 0")
     given = parser.parse_args()
     folder = chosen_model(given).resolve()
     with no_wrong_figures(), files_of(given.before) as old, both(folder, checkout=old) as before, both(folder) as now:

@@ -63,7 +63,7 @@ def complete(packages: Path) -> None:
 def main() -> None:
     """Makes it and prints the program's path."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_environment", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to; about 3.5 GB")
+    parser.add_argument("folder", type=Path, help="folder of the environment; about 3.5 GB")
     print(make(parser.parse_args().folder))
 
 

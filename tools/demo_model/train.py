@@ -42,12 +42,14 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=cache(), help="folder of the training state")
     parser.add_argument("--steps", type=int, default=14000)
     parser.add_argument("--minutes", type=float, default=240.0, help="end after this time of training, over all starts")
-    parser.add_argument("--falling", type=float, default=0.35, help="share of the run in which the rate falls")
-    parser.add_argument("--looking", type=int, default=3700, help="steps at first that teach the vision part alone")
-    parser.add_argument("--start", type=Path, help="begin with the weights of this checkpoint, if no state is saved")
+    parser.add_argument(
+        "--falling", type=float, default=0.35, help="share of the run in which the learning rate decays"
+    )
+    parser.add_argument("--looking", type=int, default=3700, help="first steps, which train the vision part alone")
+    parser.add_argument("--start", type=Path, help="start from this checkpoint's weights, if no state is saved")
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save-every", type=float, default=120.0, help="seconds between two savings")
+    parser.add_argument("--save-every", type=float, default=120.0, help="seconds between saves")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(

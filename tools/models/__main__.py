@@ -265,9 +265,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.models", description=__doc__)
     parser.add_argument("page", type=Path, help="the page to write, such as docs/MODELS.md")
     parser.add_argument(
-        "--only", nargs="+", metavar="KIND", help="these, whether they are kept or not; else all that are not"
+        "--only", nargs="+", metavar="KIND", help="only these, even if they are kept; by default all that are not kept"
     )
-    parser.add_argument("--kept", type=Path, default=_KEPT, help="where rows are kept")
+    parser.add_argument("--kept", type=Path, default=_KEPT, help="file of the kept rows")
     parser.add_argument("--in-process", action="store_true", help="compare without the services, in seconds each")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -79,7 +79,7 @@ def main() -> None:
     """Prints a line for each kind, and how many have graphs."""
     parser = argparse.ArgumentParser(prog="python -m tools.models.graphs", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", default=sorted(RECIPES))
-    parser.add_argument("--sounds", action="store_true", help="of those that hear, in place of those that see")
+    parser.add_argument("--sounds", action="store_true", help="models that hear instead of those that see")
     given, captured, asked = parser.parse_args(), 0, 0
     for kind, why, looks in found_of(given.kinds, "audio" if given.sounds else "image"):
         print(f"{kind}: {why or 'graphs'}{', the host looks: ' * bool(looks)}{', '.join(looks)}", flush=True)

@@ -164,24 +164,29 @@ def main() -> None:
         prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    measures = commands.add_parser("measure", help="write the costs of a pair that runs, and serves nobody else")
+    measures = commands.add_parser("measure", help="measure a running pair without other load, and write its costs")
     measures.add_argument("file", type=Path)
     measures.add_argument("--llm", default="127.0.0.1:7002", metavar="ADDR")
-    measures.add_argument("--patch-pixels", type=int, default=16, help="to a side: 14 for Qwen2-VL and Qwen2.5-VL")
+    measures.add_argument(
+        "--patch-pixels", type=int, default=16, help="pixels of a patch's side: 14 for Qwen2-VL and Qwen2.5-VL"
+    )
     measures.add_argument("--small", type=int, default=64, help="patches of a small picture")
     measures.add_argument("--large", type=int, default=784, help="patches of a large one")
-    asks, scales = commands.add_parser("ask", help="how many"), commands.add_parser("scale", help="what autoscalers do")
-    compares = commands.add_parser("targets", help="what other targets of the autoscalers would cost, and give")
+    asks, scales = (
+        commands.add_parser("ask", help="compute the number of services"),
+        commands.add_parser("scale", help="simulate the autoscalers"),
+    )
+    compares = commands.add_parser("targets", help="compare other targets of the autoscalers")
     for command in (asks, scales, compares):
         command.add_argument("--device", type=device, action="append", required=True, metavar="NAME=FILE[:PRICE]")
-        command.add_argument("--patches", type=int, default=784, help="of a picture")
-        command.add_argument("--pictures", type=int, default=1, help="in a request")
-        command.add_argument("--repeats", type=float, default=0.0, help="share of pictures that were seen before")
-        command.add_argument("--prompt-tokens", type=int, default=50, help="beside the pictures' rows")
+        command.add_argument("--patches", type=int, default=784, help="patches of a picture")
+        command.add_argument("--pictures", type=int, default=1, help="pictures in a request")
+        command.add_argument("--repeats", type=float, default=0.0, help="share of repeated pictures")
+        command.add_argument("--prompt-tokens", type=int, default=50, help="prompt tokens besides the pictures' rows")
         command.add_argument("--answer-tokens", type=int, default=100)
     asks.add_argument("--rate", type=float, required=True, help="requests a second")
-    asks.add_argument("--first-token", type=float, required=True, help="seconds, of 95 requests in 100")
-    asks.add_argument("--between-tokens", type=float, required=True, help="seconds, of 95 requests in 100")
+    asks.add_argument("--first-token", type=float, required=True, help="seconds, 95th percentile")
+    asks.add_argument("--between-tokens", type=float, required=True, help="seconds, 95th percentile")
     for command in (scales, compares):
         command.add_argument("--phases", type=phases, required=True, help="SECONDS:RATE,SECONDS:RATE")
     scales.add_argument("--busy-workers", type=float, default=DEFAULTS.busy_workers)

@@ -198,9 +198,9 @@ class Callers:
 def main() -> None:
     """Asks until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gateway", default="gateway:8000", help="HOST:PORT; each address of the name is a gateway")
+    parser.add_argument("--gateway", default="gateway:8000", help="HOST:PORT of gateways: all addresses of the name")
     parser.add_argument("--llm", default="dns:///llm:7002")
-    parser.add_argument("--token", default="", help="what gateways ask for")
+    parser.add_argument("--token", default="", help="token for gateways")
     given = parser.parse_args()
     callers, gateways = Callers(), Gateways(given.gateway)
     threading.Thread(target=gateways.keep, daemon=True).start()
