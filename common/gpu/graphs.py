@@ -37,6 +37,7 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._alive = weakref.WeakSet[torch.cuda.CUDAGraph]()
+        self._broken = list[torch.cuda.CUDAGraph]()
         self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -46,6 +47,7 @@ class CudaCapture:
         before = torch.cuda.current_stream(self._device)
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
         try:
             # Libraries set themselves up, and Triton compiles, at the first call: not while a graph is captured.
             self._stream.wait_stream(before)
@@ -53,7 +55,6 @@ class CudaCapture:
                 run()
                 run()
             before.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
             # Other threads may touch the device meanwhile: NCCL's watchdog asks for the state of its events.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
@@ -62,23 +63,24 @@ class CudaCapture:
             first = first_of(error)
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None
-            self._abandon()
+            self._abandon(graph)
             said = str(first).strip().partition("\n")[0]
             raise CaptureFailed(f"{type(first).__name__}: {said}") from error
         self._alive.add(graph)
         return graph.replay
 
-    def _abandon(self) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Raises RuntimeError where the device is of no use any more. The end of a capture that has become invalid
         raises before allocators and generator know of it: the device's would keep blocks that other streams had, the
-        generator refuse to draw, and the one for locked memory, which cannot be told, refuse to begin anew with that
-        pool."""
+        generator refuse to draw. The one for locked memory cannot be told: it refuses to begin anew with that pool, and
+        goes on asking the graph which stream is its own."""
         torch.cuda.synchronize(self._device)
         here = self._device
         index = torch.cuda.current_device() if here == torch.device("cuda") else here.index
         with suppress(RuntimeError):  # that end was none of a capture, or went well
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
+            self._broken.append(graph)
         self._pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[index]
         with suppress(RuntimeError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import weakref
 from unittest import mock
 
 import pytest
@@ -76,6 +78,29 @@ def test_the_next_graph_has_a_pool_of_its_own(device: mock.MagicMock, monkeypatc
     first, failed, *later = begun
     assert first == failed != later[0] == later[1]
     assert len(kept) == 3
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_graph_stays_as_long_as_torch_asks_it_for_its_stream(
+    ends: bool, device: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = list[weakref.ref[Graph]]()
+    monkeypatch.setattr(Graph, "capture_begin", lambda graph, *_, **__: graphs.append(weakref.ref(graph)))
+    monkeypatch.setattr(Graph, "invalid", not ends)
+    if ends:
+        device._cuda_endAllocateToPool.side_effect = RuntimeError
+    capture, runs = CudaCapture(GPU), itertools.count()
+
+    def run() -> None:
+        if next(runs) == 2:
+            raise ValueError("of Python")
+
+    with contextlib.suppress(CaptureFailed):
+        capture(run)
+    gc.collect()
+    assert (graphs[0]() is None) == ends
+    assert next(runs) == 3
+    del capture
 
 
 def test_a_capture_that_ended_has_nothing_to_be_undone(device: mock.MagicMock) -> None:
