@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.gpu import CaptureFailed, CudaCapture
+from common.gpu.graphs import CaptureFailed, CudaCapture
 
 pytestmark = pytest.mark.gpu
 
