@@ -27,12 +27,12 @@ class Reservation:
         self.size = size
 
     def hold(self) -> Reservation:
-        """One more holds it; returns itself."""
+        """Adds a holder; returns itself."""
         self.holders += 1
         return self
 
     def let_go(self) -> None:
-        """One of its holders does so no more."""
+        """Removes a holder."""
         self.holders -= 1
         if not self.holders:
             self.resize(0)
@@ -78,7 +78,7 @@ class Admission:
             raise _full(field)
 
     async def drain(self) -> None:
-        """Returns when nothing is held any more."""
+        """Waits until nothing is held."""
         await self._empty.wait()
 
     def check_idle(self) -> None:

@@ -106,7 +106,7 @@ class Suspects:
             suspect.deaths.append(groups)
             suspect.until = self._clock() + _QUARANTINE
             self._suspects.move_to_end(key)
-        while len(self._suspects) > _REMEMBERED:  # the longest known are forgotten first
+        while len(self._suspects) > _REMEMBERED:  # the oldest are forgotten first
             self._suspects.popitem(last=False)
 
     def clear(self, key: bytes, groups: range) -> None:

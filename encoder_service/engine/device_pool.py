@@ -30,16 +30,16 @@ class Slice:
     kept: bool = False
 
     def commit(self, row_sum: int) -> None:
-        """It is written: the worker's pin goes."""
+        """The rows are written: removes the worker's pin."""
         self.row_sum, self.kept = row_sum, True
         self.pool.unpin(self)
 
     def abandon(self) -> None:
-        """It was not written."""
+        """The rows were not written: frees the slice."""
         self.pool.unpin(self)
 
     def drop(self) -> None:
-        """Its item has left the store: the room is free when the last reader has gone."""
+        """Its item has left the store: the room is freed after the last reader."""
         self.kept = False
         if not self.pins:
             self.pool.free(self)
@@ -55,7 +55,7 @@ class DevicePool:
         self.lost = False
         self._row_bytes = row_bytes
         self._ranges = RangeAllocator(made.size)
-        self._slices: OrderedDict[Slice, int] = OrderedDict()  # by when they were last used, as a number
+        self._slices: OrderedDict[Slice, int] = OrderedDict()  # with the number of their last use
         self._uses = itertools.count()
         self._at: dict[int, Slice] = {}  # by offset
 
@@ -106,7 +106,7 @@ class DevicePool:
             self.free(slice_)
 
     def lose(self) -> None:
-        """The worker is gone, and its memory with it."""
+        """The worker is gone, with its memory."""
         self.lost = True
         for slice_ in self._slices:
             slice_.kept = False
@@ -123,7 +123,7 @@ class DevicePool:
         assert not any(slice_.pins for slice_ in self._slices), "a slice is still pinned"
 
     def free(self, slice_: Slice) -> None:
-        """A slice that is not pinned gives its bytes back, unless it has before."""
+        """Frees the bytes of an unpinned slice, once."""
         slice_.kept = False
         if slice_ in self._slices:
             del self._slices[slice_], self._at[slice_.span.offset]

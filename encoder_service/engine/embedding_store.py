@@ -18,7 +18,7 @@ from common.shm.arena import Range, RangeAllocator, SharedBuffer, aligned
 from encoder_service.engine.device_pool import Slice
 
 _PART = 256 << 20
-"""Bytes that are given back to the system at a time."""
+"""Bytes returned to the system at a time."""
 
 _AT_ONCE = 1024
 """Entries that are flushed in one turn of the loop: of many thousands all together take a second or more."""
@@ -56,12 +56,12 @@ class Entry:
 
     @property
     def span(self) -> Range:
-        """Their bytes in the arena."""
+        """Their byte range in the arena."""
         return self.allocation.span
 
     @property
     def pins(self) -> int:
-        """How many are reading them."""
+        """Number of readers."""
         return self.allocation.pins
 
 
@@ -194,7 +194,7 @@ class EmbeddingStore:
         """Frees an allocation's room behind its first `tokens` rows, before it is committed or read."""
         assert allocation.pins == 1, "somebody reads this allocation"
         assert not allocation.kept, "an entry has this allocation"
-        if self._is_reserved(allocation):  # the rest goes where all of it will
+        if self._is_reserved(allocation):  # the rest is freed with the reservation
             allocation.span = Range(allocation.span.offset, tokens * self._row_bytes)
         else:
             allocation.span = self._ranges.trim(allocation.span, tokens * self._row_bytes)
@@ -212,19 +212,19 @@ class EmbeddingStore:
         return entry
 
     def abandon(self, allocation: Allocation) -> None:
-        """Gives an allocation up; its bytes are free when nobody reads them any more."""
+        """Drops an allocation; its bytes are freed when nobody reads them any more."""
         assert not allocation.kept, "an entry has this allocation"
         self.unpin(allocation)
 
     def flush(self) -> tuple[int, int]:
-        """Forgets every entry that no one is reading: how many, and their bytes."""
+        """Drops every entry that no one is reading. Returns their number and bytes."""
         entries, sizes = zip(*self.flush_in_parts(), (0, 0), strict=True)
         return sum(entries), sum(sizes)
 
     def flush_in_parts(self, most: int = _AT_ONCE) -> Iterator[tuple[int, int]]:
-        """As `flush`, of at most so many entries before each time that it yields: how many they were, and their bytes.
-        In between others may use the store."""
-        starts = self._ranges.starts[::-1]  # from the first on, each would move all those behind it in lists
+        """As `flush`, in parts of at most so many entries: yields their number and bytes. In between others may use the
+        store."""
+        starts = self._ranges.starts[::-1]  # in ascending order, each removal would move all later entries of the lists
         for at in range(0, len(starts), most):
             found = (self._at.get(start) for start in starts[at : at + most])
             gone = [entry.span for entry in found if entry is not None and not entry.pins]
@@ -305,7 +305,7 @@ class EmbeddingStore:
         holders = {each for each in self._unkept if span.offset <= each.span.offset < span.end}
         for holder in holders:
             self._ranges.free(holder.span)
-        self._ranges.take(span)  # in one piece, which is given to nobody while it empties
+        self._ranges.take(span)  # in one piece, which nobody gets while it empties
         self._reservation = _Reservation(span, waiter, holders)
         if not holders:
             self._fulfil(self._reservation)
@@ -319,7 +319,7 @@ class EmbeddingStore:
 
     def _fulfil(self, reservation: _Reservation) -> None:
         self._reservation = None
-        if reservation.waiter.future.done():  # its caller has left, and will hear of it
+        if reservation.waiter.future.done():  # its caller has left, and will be notified
             self._ranges.free(reservation.span)
         else:
             span = self._ranges.trim(reservation.span, reservation.waiter.size)
@@ -353,7 +353,7 @@ class EmbeddingStore:
         return (0, entry.used) if entry and not entry.pins else None
 
     def _drop(self, offset: int) -> None:
-        """Drops an entry; its bytes are free when nobody reads them any more."""
+        """Drops an entry; its bytes are freed when nobody reads them any more."""
         entry = self._at.pop(offset)
         del self._entries[entry.header.key]
         if entry.pins:

@@ -74,7 +74,7 @@ class EncoderEngine:
         """
         item, room = ticket.item, ticket.reservation
         async with AsyncExitStack() as fetched:
-            # 1. The rows of an address may still be here from before. If not, it is fetched, once for all who want it.
+            # 1. The rows of an address may still be here. If not, it is fetched, once for all who want it.
             if isinstance(item.source, Url):
                 if item.source.known_key and await self._is_known(ticket, item.source):
                     return await ticket.header()
@@ -92,7 +92,7 @@ class EncoderEngine:
                 room.resize(item.size)  # an address is not held beside its content
                 ticket.flight.holds(room)
             del item  # content that another caller brought already is not held twice
-        # 4. The header, which the flight finds out.
+        # 4. The header, which the flight computes.
         return await ticket.header()
 
     async def prefetch(self, item: Item) -> tuple[Header, bool]:
@@ -113,7 +113,7 @@ class EncoderEngine:
 
     @property
     def layout(self) -> RowLayout:
-        """Of its rows."""
+        """The layout of its rows."""
         return self.pipeline.layout
 
     @property
@@ -255,7 +255,7 @@ class EncoderEngine:
             flight.task.cancel()
 
     def _forget(self, flight: Flight) -> None:
-        """Lets no one join any more."""
+        """Removes a flight, so that no one can join it any more."""
         name = _name(flight.key, flight.item)
         if self._flights.get(name) is flight:
             del self._flights[name]
@@ -265,7 +265,7 @@ class EncoderEngine:
         try:
             entry = await self.pipeline.run(flight)
         except TwinlensError as error:
-            self.counts["failed"] += not isinstance(error, NotFound)  # of a key alone nothing was to be encoded
+            self.counts["failed"] += not isinstance(error, NotFound)  # for a bare key nothing was to be encoded
             flight.failed(error)
         except asyncio.CancelledError as left:
             without_traces(left)  # the flight keeps the error, whose frames hold the content

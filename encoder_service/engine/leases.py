@@ -135,7 +135,7 @@ class Leases:
     def _end(self, lease: Lease) -> bool:
         if self._held.pop(lease.name, None) is None:
             return False
-        # The number is cleared before the pin: nothing is written there while it is set, so a late reader can tell.
+        # The number is cleared before the pin: nothing is written there while it is set, so a late reader notices.
         self._board.clear(lease.slot)
         lease.unpin()
         lease.ended.set()

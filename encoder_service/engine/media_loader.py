@@ -131,7 +131,7 @@ class MediaLoader:
                 footage = None
                 if item.modality is Modality.VIDEO:
                     footage = Footage.of(seen.as_given) if seen.listed else await planner.footage(item, seen)
-        if footage is not None:  # before the planner computes with so many
+        if footage is not None:  # before the planner computes with that many
             whole = (seen.height, seen.width)
             blank = Plan(Grid(1, 1, 1), 1, footage.decoded, *whole, whole)
             limits.check_plan(blank, item.field, self._limits, self._max_patches)

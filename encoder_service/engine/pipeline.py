@@ -64,7 +64,7 @@ class Pipeline:
         # 2. For a key without content, which no caller has brought meanwhile, the content is fetched.
         if isinstance(flight.item.source, Key):
             await self._fetch(flight)
-        # 3. The content tells what the item is. Precomputed rows need no worker.
+        # 3. The content shows what the item is. Precomputed rows need no worker.
         if not isinstance(flight.item.source, Embedding):
             self.dispatcher.check(flight.key)
         time_budget = self.media.time_budget()
@@ -261,7 +261,7 @@ class _ItemWork:
                 await wait_until_done(asyncio.gather(unit.done, return_exceptions=True))
             raise
         unit.done.result()
-        if whole:  # else no row is read before the kept ones are in place
+        if whole:  # otherwise no row is read before the kept ones are in place
             flight.unit_done(unit, first * self.plan.tokens // grid.t)
 
     def _piece(self, first: int, end: int) -> Piece:
@@ -286,7 +286,7 @@ class _ItemWork:
 
 
 def not_found(field: str) -> NotFound:
-    """The one answer to a key of another tenant and to one that is nowhere."""
+    """The same error for another tenant's key and for an unknown one."""
     return NotFound("no such key is in the store", reason="KEY_NOT_FOUND", field=field)
 
 

@@ -11,7 +11,7 @@ from common.telemetry.stages import Stage, add
 
 
 class Progress:
-    """How far something has come: frames that are decoded, rows that have landed. It may fail, and then stays so."""
+    """A counter of progress: decoded frames, or arrived rows. A failure is final."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -19,18 +19,18 @@ class Progress:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def advance(self, count: int) -> None:
-        """It has come this far; less than before changes nothing."""
+        """Raises the count; a smaller value changes nothing."""
         if count > self.count:
             self.count = count
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """It comes no further."""
+        """Fails: the count rises no further."""
         self._error = self._error or error
         self._wake()
 
     def follow(self, task: asyncio.Task[int]) -> None:
-        """It ends as a task does: at the count that the task returns, or with its error."""
+        """Ends with a task: at the count that the task returns, or with its error."""
         if task.cancelled():
             self.fail(asyncio.CancelledError())
         elif error := task.exception():
@@ -39,7 +39,7 @@ class Progress:
             self.advance(task.result())
 
     async def reach(self, count: int) -> None:
-        """Waits until it has come this far; raises its error if it fails before."""
+        """Waits for this count; raises the error if it fails before."""
         while self.count < count:
             if self._error is not None:
                 raise self._error
@@ -57,7 +57,7 @@ class Progress:
 
 
 class StageTimes:
-    """What is being done for an item now, and its stages so far, whose seconds are added to `totals` as well."""
+    """The current stage of an item, and its stages so far; their seconds are added to `totals` too."""
 
     def __init__(self, stage: str, totals: MutableMapping[str, float]) -> None:
         self.stage = stage
@@ -74,6 +74,6 @@ class StageTimes:
             self.add(stage, Stage.between(started, time.perf_counter()))
 
     def add(self, name: str, stage: Stage) -> None:
-        """Counts time that a stage has taken."""
+        """Adds seconds to a stage."""
         add(self.stages, name, stage)
         self._totals[name] = self._totals.get(name, 0.0) + stage.seconds

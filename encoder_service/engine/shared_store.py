@@ -30,10 +30,10 @@ _PARTS = "twinlens:part:"
 _LOCKS = "twinlens:lock:"
 _HEADER = b"h"
 _AT_ONCE = 4
-"""Chunks that are asked for together."""
+"""Chunks fetched together."""
 
 _WRITES = 256
-"""Items that wait to be written at most."""
+"""Most items that wait to be written."""
 
 _WRITERS = 4
 """Items that are written at a time, so that a large one does not keep all others waiting."""
@@ -88,7 +88,7 @@ class SharedStore:
         self._unlocking: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begins to write what is offered."""
+        """Starts writing offered items."""
         self._writers = [tasks.start(self._write_all(), "shared store writer") for _ in range(_WRITERS)]
 
     async def stop(self) -> None:
@@ -129,7 +129,7 @@ class SharedStore:
             for at in range(0, len(chunks), _AT_ONCE):
                 some = chunks[at : at + _AT_ONCE]
                 async with server.pipeline(transaction=False) as pipe:
-                    pipe.response_callbacks = {"HGET": progressed}  # of each chunk as soon as it is here
+                    pipe.response_callbacks = {"HGET": progressed}  # for each chunk as soon as it arrives
                     for number, _ in some:
                         pipe.hget(name, str(number))
                     found = await pipe.execute()
@@ -157,7 +157,7 @@ class SharedStore:
         released afterwards. On every other way out the lock is released at once.
         """
         token = secrets.token_bytes(16)
-        locked = True  # for all we know, until we are told: a question that is cut off may have been answered
+        locked = True  # until known otherwise: an interrupted call may have been answered
         lock = SharedStoreLock()
         try:
             lock.found, locked = await self._lock_or_find(key, salt, token)
@@ -190,7 +190,7 @@ class SharedStore:
                 return None, True  # perhaps
             locked, data = answers
             if (found := self._header(key, salt, data)) is not None or locked is not None:
-                return found, locked is True  # else an error, as of a server that may only be read
+                return found, locked is True  # otherwise an error, as from a read-only server
             if time.monotonic() >= end:
                 self.counts["waits_in_vain"] += 1
                 return None, False
@@ -212,7 +212,7 @@ class SharedStore:
         await self._delete(_rows_name(key))
 
     def _offer(self, key: bytes, salt: str, token: bytes) -> None:
-        """Has an entry written when there is time; drops it if too many wait."""
+        """Queues an entry for writing; drops it if too many wait."""
         try:
             self._queue.put_nowait((key, salt, token))
         except asyncio.QueueFull:
@@ -251,7 +251,7 @@ class SharedStore:
                 await self._set(
                     server, part, str(number), shared_store_format.pack_chunk(header.key, number, rows), progressed
                 )
-            if progressed(await server.hlen(part)) <= len(chunks):  # it was pushed out when some had been written
+            if progressed(await server.hlen(part)) <= len(chunks):  # it was evicted after some had been written
                 return False
             async with server.pipeline(transaction=True) as pipe:
                 await pipe.rename(part, _rows_name(header.key)).expire(_rows_name(header.key), self._ttl).execute()

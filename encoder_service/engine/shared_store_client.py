@@ -36,7 +36,7 @@ _log = log.get("shared store")
 
 
 class Breaker:
-    """Leaves a server alone that fails again and again; after a rest, one call tries how it is."""
+    """A circuit breaker: pauses after repeated failures; then one call tests the server."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -46,7 +46,7 @@ class Breaker:
         self._trying = False
 
     def allows(self) -> bool:
-        """Whether the server may be asked; after failures, by one caller at a time."""
+        """Whether the server may be called; after failures, by one caller at a time."""
         if self._failures < _FAILURES:
             return True
         if self._trying or self._now() < self._until:
@@ -56,7 +56,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """The server is being left alone."""
+        """Whether calls are paused."""
         return self._failures >= _FAILURES
 
     def succeeded(self) -> None:
@@ -64,8 +64,8 @@ class Breaker:
         self._failures, self._rest, self._trying = 0, _SHORTEST_REST, False
 
     def failed(self) -> None:
-        """The server could not be reached, or said nothing in time. Calls that were under way when it was given up tell
-        nothing new."""
+        """The server could not be reached or did not answer in time. Calls that were in flight when the breaker opened
+        do not count."""
         self._failures += 1
         if self._failures == _FAILURES or self._trying:
             self._until = self._now() + self._rest
@@ -144,7 +144,7 @@ class SharedStoreClient:
         try:
             async with asyncio.timeout(self.seconds):
                 await turns.acquire()
-        except TimeoutError as error:  # others of ours are in the way, not the server
+        except TimeoutError as error:  # our own calls are in the way, not the server
             self.breaker.abandoned()
             self._note(error)
             return None
@@ -173,7 +173,7 @@ class SharedStoreClient:
         try:
             async with limit:
                 answer = await work(self._server, progressed)
-        except ResponseError as error:  # it is up, and refuses: full, read-only, or another type under the key
+        except ResponseError as error:  # it refuses: full, read-only, or another type under the key
             self.breaker.succeeded()
             self._note(error)
         except Exception as error:  # noqa: BLE001 - what is no protocol breaks the library in many ways

@@ -51,7 +51,7 @@ class WorkerSlot:
 
     @property
     def units(self) -> list[Unit]:
-        """All that the worker has."""
+        """All units of the worker."""
         return [*self.batch, *self.ahead]
 
     @property
@@ -71,7 +71,7 @@ class WorkerSlot:
         return busy and self.looks_ahead and not self.ahead
 
     def give(self, batch: list[Unit]) -> None:
-        """The batch is the worker's."""
+        """Gives a batch to the worker."""
         self.sent = self.batch = batch
 
     def begin(self, seconds: float) -> None:
@@ -115,7 +115,7 @@ class WorkerSlot:
         return taken
 
     def take_all(self) -> list[Unit]:
-        """All that the worker had."""
+        """Removes and returns all units of the worker."""
         return [*self.take(), *self.take()]
 
 
@@ -185,7 +185,7 @@ class Workers:
 
     @property
     def busy_seconds(self) -> float:
-        """For how long workers had a batch to compute, all together."""
+        """Seconds in which workers had a batch, summed over workers."""
         return sum(slot.busy_seconds for slot in self.slots)
 
     @property
@@ -195,7 +195,7 @@ class Workers:
 
     @property
     def looking_ahead(self) -> list[WorkerSlot]:
-        """Workers that compute, and could get another batch ready; the one that began first comes first."""
+        """Workers that compute and could prepare another batch, the earliest first."""
         return sorted((slot for slot in self.slots if slot.may_have_next), key=lambda slot: slot.began)
 
     async def _start(self, slot: WorkerSlot) -> None:

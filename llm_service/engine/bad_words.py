@@ -41,7 +41,8 @@ class BadWords:
         return (*self.alone, *(run[-1] for run in runs if _ends_with(output, run[:-1])))
 
     def banned_behind(self, output: array[int]) -> tuple[tuple[int, int], ...]:
-        """Of an answer whose next token is not known yet: (that token, what may not follow it), `alone` left out.
+        """For an answer whose next token is not known yet: (that token, a token that may not follow it), without
+        `alone`.
 
         >>> words = BadWords.of([(5,), (1, 2), (3, 1, 7)])
         >>> words.banned_behind(array("i", [3])), words.banned_behind(array("i", [4]))

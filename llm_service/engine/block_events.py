@@ -14,26 +14,26 @@ Describe = Callable[[int], BlockContent]
 
 
 class BlockObserver:
-    """Is told by identity which blocks can be found from now on, and which no longer. This one ignores it."""
+    """Is notified of blocks that become findable, or are lost, by identity. This base class ignores it."""
 
     def computed(self, identity: bytes, index: int, describe: Describe | None) -> None:
         """A block on the device can be found by its identity; `describe` tells the content of block `index` of a
         table."""
 
     def loaded(self, identity: bytes, index: int, describe: Describe | None) -> None:
-        """A block of the host was loaded to the device again; `describe` as above."""
+        """A block was loaded from the host to the device; `describe` as above."""
 
     def evicted(self, identity: bytes) -> None:
-        """The device has it no more."""
+        """The block was evicted from the device."""
 
     def offloaded(self, identity: bytes) -> None:
-        """The host has it as well, by now or since before."""
+        """The block is also on the host."""
 
     def dropped(self, identity: bytes) -> None:
-        """The host has it no more."""
+        """The block was evicted from the host."""
 
     def cleared(self) -> None:
-        """Nothing is found any more."""
+        """All blocks were dropped."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class BlockEvents(BlockObserver):
         self._store(identity, Medium.DEVICE)
 
     def _learn(self, identity: bytes, index: int, describe: Describe | None) -> bool:
-        """Whether it is new."""
+        """Records a block; returns whether it is new."""
         if identity in self._known:
             return False
         assert describe is not None, "nobody could tell what is in the block"
@@ -86,7 +86,7 @@ class BlockEvents(BlockObserver):
         self._events = [BlocksCleared()]
 
     def _store(self, identity: bytes, medium: Medium) -> None:
-        """Blocks that follow on each other are told of together."""
+        """Reports consecutive blocks in one event."""
         known = self._known[identity]
         if medium in known.media:
             return
@@ -115,5 +115,5 @@ class BlockEvents(BlockObserver):
 
 
 def _hash(identity: bytes) -> int:
-    """As indexers want it: in 64 bits."""
+    """The identity's last 64 bits, as indexers expect."""
     return int.from_bytes(identity[-8:], "big")

@@ -41,27 +41,27 @@ class BlockExchange:
                 self._arrived(message)
 
     def _find(self, message: FindBlocks) -> None:
-        """Says how many of a prompt's blocks are cached."""
+        """Answers how many of a prompt's blocks are cached."""
         self._send(BlocksAnswer(id=message.id, found=self._blocks.match_blocks(message.identities)))
 
     def _lend(self, message: LendBlocks) -> None:
-        """Has the host hold blocks to be read."""
+        """Keeps blocks in host memory to be read."""
         places = self._blocks.lend(message.identities)
         self._lent.setdefault(message.id, []).extend(message.identities[: len(places)])
         self._answer_behind(BlocksAnswer(id=message.id, places=places))
 
     def _read(self, message: BlocksRead) -> None:
-        """They are read no more."""
+        """The front has finished reading these blocks."""
         self._blocks.host.give_back(self._lent.pop(message.id, ()))
 
     def _await(self, message: AwaitBlocks) -> None:
-        """Sets places aside for blocks that come."""
+        """Reserves places for arriving blocks."""
         places = self._blocks.host.set_aside(len(message.identities))
         self._awaited[message.id] = message.identities[: len(places)], places
         self._answer_behind(BlocksAnswer(id=message.id, places=places))
 
     def _arrived(self, message: BlocksArrived) -> None:
-        """Lets prompts find the blocks that arrived, and gives the other places back."""
+        """Makes the arrived blocks findable, and frees the other places."""
         identities, places = self._awaited.pop(message.id, ([], []))
         self._blocks.host.filled(identities[: message.count], places)
 

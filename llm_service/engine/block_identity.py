@@ -119,7 +119,7 @@ class BlockIdentities:
         return BlockContent(parent, tokens[begin:end].tobytes(), adapter, tuple(keys))
 
     def _runs_within(self, begin: int, end: int) -> Iterator[MediaRun]:
-        """The runs that have a place from `begin` to the one before `end`; asked for in order."""
+        """The runs that overlap [begin, end); calls must be in order."""
         while self._passed_runs < len(self._runs) and self._runs[self._passed_runs].end <= begin:
             self._passed_runs += 1
         return takewhile(lambda run: run.begin < end, islice(self._runs, self._passed_runs, None))

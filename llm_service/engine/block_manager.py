@@ -97,7 +97,7 @@ class BlockManager:
 
     @property
     def total(self) -> int:
-        """Blocks in all."""
+        """Total number of blocks."""
         return len(self._blocks)
 
     @property
@@ -253,8 +253,7 @@ class BlockManager:
 
     def free(self, table: BlockTable, session: int = 0, tenant: bytes = b"") -> None:
         """Gives back the state slot and all blocks of a table, the tail first, so that the head is evicted last. With a
-        session, blocks that can be found again are kept until it is over, or nothing else is left, within the tenant's
-        share."""
+        session, findable blocks are kept within the tenant's share until it ends or nothing else is left to evict."""
         for number in reversed(table.blocks):
             block = self._blocks[number]
             block.refs -= 1
@@ -348,7 +347,7 @@ class BlockManager:
         return slot
 
     def flush(self) -> int:
-        """Forgets all cached blocks, on the host as well, that no sequence holds. Returns how many."""
+        """Drops all cached blocks that no sequence holds, on the host too. Returns their number."""
         self._free.update(dict.fromkeys(self._retained.clear()))
         on_host_alone = sum(identity not in self._by_identity for identity in self.host.flush())
         cached = [number for number in self._free if self._blocks[number].identity is not None]
@@ -372,7 +371,7 @@ class BlockManager:
         return places
 
     def end_session(self, session: int) -> None:
-        """A session is over: its blocks go as others do."""
+        """Ends a session: its blocks are evicted like others."""
         self._free.update(dict.fromkeys(self._retained.release(session)))
 
     def _kept_for(self, identity: bytes) -> bytes | None:

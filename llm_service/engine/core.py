@@ -202,9 +202,9 @@ class EngineCore:
             self._link.send(Released(notices.released))
 
     def _rest(self) -> None:
-        """Waits for a message, a grammar or the next deadline. An engine that turns idle proves, now and then, that it
-        has lost nothing; and the ranks hear from it while it rests, however often questions end that rest: they do not
-        wait for a plan without end."""
+        """Waits for a message, a grammar or the next deadline. An engine that becomes idle checks its integrity now and
+        then. It also sends the ranks a sign of life while idle, however often messages interrupt the wait, so that they
+        do not wait for a plan without end."""
         if time.monotonic() >= self._next_proof:
             self._scheduler.check_integrity()
             self._next_proof = time.monotonic() + _PROOF_SECONDS
@@ -253,7 +253,7 @@ class EngineCore:
             self._link.send(answer)
 
     def _update_mirrors(self, order: MirrorOrder) -> None:
-        """Has all ranks carry out an order for their mirrors; the front hears what became of a pull."""
+        """Makes all ranks carry out an order for their mirrors; reports the result of a pull to the front."""
 
         def done(end: Pulled) -> None:
             if isinstance(order, PullRows):
@@ -262,7 +262,7 @@ class EngineCore:
         self._steps.order(order, done)
 
     def _load_adapter(self, message: LoadAdapter) -> None:
-        """Reads an adapter, while steps go on, and has every rank keep it between two of them."""
+        """Reads an adapter while steps run, and gives it to every rank between two steps."""
         assert self._read_adapter is not None, "adapters are turned on"
         try:
             adapter = self._read_adapter(message.path)

@@ -12,18 +12,18 @@ SHORTEST, LONGEST = 3, 8
 """Fewest tokens that must match, and most that are compared; the occurrence with the longest match counts."""
 
 WINDOW = 1 << 15
-"""Tokens that are looked through, from the end: 32 k take about 20 microseconds."""
+"""Tokens searched, from the end: 32 k take about 20 microseconds."""
 
 _BEGINS = 5
-"""Drafts that a sequence gets before any was verified: six rows of a product are computed as fast as five."""
+"""Drafts of a sequence before any was verified: six rows of a product are as fast as five."""
 
 _FIRST_REST, _LONGEST_REST = 8, 128
-"""Tokens for which a sequence gets no drafts after all of them were wrong several times."""
+"""Tokens without drafts after all drafts were wrong several times."""
 
 
 def look_up(tokens: array[int], count: int) -> array[int]:
-    """The `count` tokens that followed the last ones where they stood before, or none. What stands between there and
-    the end goes round where it is shorter.
+    """The `count` tokens after an earlier occurrence of the last tokens, or none. If fewer follow, they are repeated
+    cyclically.
 
     >>> look_up(array("i", [5, 6, 7, 8, 9, 5, 6, 7]), 3), look_up(array("i", [1, 2, 1, 2, 1, 2]), 4)
     (array('i', [8, 9, 5]), array('i', [1, 2, 1, 2]))
@@ -47,9 +47,8 @@ def look_up(tokens: array[int], count: int) -> array[int]:
 
 @dataclass(slots=True)
 class DraftLength:
-    """How many drafts a sequence gets, `most` at most: about twice as many as were right of late, so that an answer
-    which copies soon takes long steps; few behind wrong ones, and none for a while where they were wrong again and
-    again.
+    """How many drafts a sequence gets, `most` at most: about twice as many as were recently right, so that an answer
+    that copies soon takes long steps; few after wrong ones, and none for a while after repeated wrong ones.
 
     >>> length = DraftLength(11)
     >>> [(length.now(), length.verified(length.now(), right))[0] for right in (5, 11, 2, 0, 1)]

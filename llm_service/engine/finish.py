@@ -12,7 +12,7 @@ from llm_service.token_masks import leaves_any
 def finish_reason(sequence: Sequence, token: int) -> str | InvalidInput:
     """Why a choice ends with its last token: stop, structure or length; empty if it goes on."""
     matcher = sequence.matcher
-    if matcher is not None and matcher.is_error():  # first of all: one that has failed allows nothing but an end token
+    if matcher is not None and matcher.is_error():  # first: a failed matcher allows only an end token
         return _too_complex()
     if token in sequence.stop_ids:
         return "stop"
@@ -37,8 +37,8 @@ def resumed_end(sequence: Sequence) -> str:
 
 
 def dead_end(sequence: Sequence, draw: Draw) -> InvalidInput | None:
-    """Why nothing can be drawn: all that the structure and the caller's tokens allow next would end the choice before
-    its least tokens, or complete a bad word."""
+    """Why no token can be sampled: every token that the structure and the caller allow would end the choice before
+    `min_tokens`, or complete a bad word."""
     if not (draw.banned or sequence.sampling.allowed_mask) or leaves_any(draw.allowed_mask, draw.banned):
         return None
     if sequence.matcher is not None and sequence.matcher.is_error():

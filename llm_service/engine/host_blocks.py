@@ -71,7 +71,7 @@ class HostBlocks:
         return place
 
     def give_back(self, identities: Iterable[bytes]) -> None:
-        """These were lent, and are read no more."""
+        """Returns lent blocks that are no longer read."""
         for identity in identities:
             self._lent[identity] -= 1
             if not self._lent[identity]:

@@ -31,8 +31,8 @@ class SchedulerLimits:
     draft_rows: int = 16
     """Most tokens of all decodes of a step if any of them has drafts."""
     decode_slowdown: float = 0.0
-    """How many times as far apart as alone a running answer's tokens come while prompts are computed; 0: as far as that
-    makes them."""
+    """Bound on the time between a running answer's tokens while prompts are computed, relative to decodes alone; 0:
+    none."""
     max_loras: int = 0
     """Most adapters whose sequences run at once."""
     proposes: bool = False

@@ -95,7 +95,7 @@ class _Counted:
         return _Counted(self._matcher.deep_copy(), self._grammar)
 
     def compute_bitmask(self) -> bytes:
-        # The library's mask has a bit for its own end of text behind the vocabulary, and so one word more if the
+        # The library's mask has a bit for its own end of text after the vocabulary, so one word more if the
         # vocabulary is a multiple of 32.
         mask: bytes = self._matcher.compute_bitmask()[: self._grammar.mask_bytes]
         token, tokenizer = only_token(mask), self._grammar.tokenizer

@@ -156,7 +156,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Let go of an adapter: every request that has it is over."""
+    """Drops an adapter: all of its requests have ended."""
 
     id: int
 

@@ -15,7 +15,7 @@ class StepOutput:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     """Logprobs that have become known of prompts."""
     pooled: list[Pooled] = field(default_factory=list)
-    """Requests that are embedded, and ended by that."""
+    """Embedding requests that have ended."""
     tokens: list[Token] = field(default_factory=list)
 
 
@@ -27,7 +27,7 @@ class Notices:
     rows_read: list[int]
     """Requests whose rows have been read by steps that are over."""
     complete: list[Complete]
-    """Choices that were complete when they came."""
+    """Choices that were complete on arrival."""
     failed: list[Failed]
     """Requests that failed; they are released as well."""
     rows_needed: list[RowsNeeded]
@@ -48,7 +48,7 @@ class NoticeQueue:
         self._released: deque[tuple[int, int]] = deque()
 
     def complete(self, complete: Complete) -> None:
-        """A choice was complete when it came."""
+        """A choice was complete on arrival."""
         self._complete.append(complete)
 
     def failed(self, failed: Failed) -> None:

@@ -117,14 +117,14 @@ class Planner:
         self._bounded = bearable is not None and bearable < budget
         if bearable is None or not self._bounded:
             return budget, budget - budget // 2
-        if self._keep_media_whole and bearable:  # no less may be of use; the steps that follow make up for it
+        if self._keep_media_whole and bearable:  # less may be useless; the following steps make up for it
             return budget, budget
         if bearable:
             self._by_length_next = not self._by_length_next
         return bearable, 0 if self._by_length_next else bearable
 
     def _decodes(self, schedule: Schedule) -> list[Sequence]:
-        """Gives every decode its token; the running sequences that have more to compute than that."""
+        """Gives every decode its token. Returns the running sequences with more to compute."""
         prefills: list[Sequence] = []
         for sequence in tuple(self._queues.running):
             if not sequence.running or sequence.at_max_length or sequence.drafts:
@@ -149,7 +149,7 @@ class Planner:
         begin = sequence.num_computed_tokens
         first, end = sequence.prompt.next_whole(begin)
         length = end - max(first, begin)
-        if not 0 < length <= self._max_media_tokens or sequence.wait_reason is not None:  # a longer run is cut
+        if not 0 < length <= self._max_media_tokens or sequence.wait_reason is not None:  # a longer run is split
             return 0
         return length if end <= begin + sequence.num_computable(begin) else 0
 
@@ -160,7 +160,7 @@ class Planner:
         decodes = schedule.num_scheduled_tokens
         limits = self._limits
         room = min(limits.draft_rows, limits.max_step_tokens - kept) - sum(decodes.values())
-        if self._blocks.state_slots:  # room for tokens computed again after wrong drafts
+        if self._blocks.state_slots:  # room to recompute tokens after wrong drafts
             room = min(room, limits.max_step_tokens - limits.max_running)
         for others, sequence in _fewest_first(decodes):
             share = -(-room // (others + 1))
@@ -202,7 +202,7 @@ class Planner:
         left of the whole budget."""
         schedule.closed = self._is_crowded() and not self._idle(schedule)
         waiting = () if schedule.closed else tuple(self._queues.waiting)
-        if in_order <= 0:  # this step goes by length alone
+        if in_order <= 0:  # this step goes by length only
             schedule.closed |= self._first_lacks_room(waiting)
         for sequence in heapq.merge(prefills, waiting, key=order_of):
             if in_order <= 0:
@@ -215,7 +215,7 @@ class Planner:
         return budget
 
     def _first_lacks_room(self, waiting: Iterable[Sequence]) -> bool:
-        """Whether the first in order that has all of its rows cannot be held now: it is not to be overtaken."""
+        """Whether the first sequence in order with all of its rows has no room now: it must not be overtaken."""
         first = next((each for each in waiting if each.wait_reason is None), None)
         if first is None:
             return False
@@ -249,7 +249,7 @@ class Planner:
         if count <= given:
             return 0
         if not self._make_room(sequence, count, schedule):
-            # Blocks that become free are for this one: a sequence that started now would take them, step after step.
+            # Freed blocks are for this sequence: another that started now would take them, step after step.
             schedule.closed |= self._has_all_rows(sequence)
             return 0
         schedule.num_scheduled_tokens[sequence] = count
@@ -267,7 +267,7 @@ class Planner:
             shared = self._blocks.match_blocks(identities) * self._blocks.block_size
             sequence.find_branches(self._blocks.snapshot_multiple, shared)
         if sequence.prompt.lacks_rows(begin):
-            # It holds no block while it waits, so that no two can hold each other up.
+            # It holds no block while it waits, so that no two sequences can deadlock.
             if self._queues.displace(sequence):
                 schedule.displaced.append(sequence)
             return 0
@@ -297,7 +297,7 @@ class Planner:
         them."""
         size, hits = self._blocks.block_size, self._blocks.match(identities)
         if not self._limits.chunk_rule.may_begin_in_run:
-            # In front of one run may be the middle of another, or a place without a snapshot.
+            # Before one run may be the middle of another, or a position without a snapshot.
             while (before := sequence.prompt.before_run(hits * size) // size) < hits:
                 hits = self._blocks.match(identities[:before])
         return hits
@@ -322,7 +322,7 @@ class Planner:
             whole = (
                 sequence.prompt.without_partial_media(begin, each, self._max_media_tokens) for each in (count, most)
             )
-            return next(filter(None, whole), 0)  # a run of rows may reach over every place for a cut
+            return next(filter(None, whole), 0)  # a run of rows may cover every position for a cut
         return count
 
     def _state_chunk(self, sequence: Sequence, begin: int, count: int, max_tokens: int) -> int:
@@ -335,8 +335,8 @@ class Planner:
                     return branch - begin
         if end == len(sequence.tokens) or end % multiple == 0:
             return count
-        # A budget that does not reach the next multiple is spent all the same, unless the next one may be larger; rows
-        # that are late are waited for.
+        # A budget that does not reach the next multiple is spent anyway, unless the next one may be larger; late rows
+        # are waited for.
         cut = end - end % multiple
         return cut - begin if cut > begin else count if count == max_tokens and not self._bounded else 0
 
@@ -369,7 +369,7 @@ class Planner:
         return None
 
     def preempt(self, sequence: Sequence) -> None:
-        """It gives all blocks back, and waits."""
+        """Preempts a sequence: it frees all blocks and waits."""
         self._queues.preempt(sequence)
         self._blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
 

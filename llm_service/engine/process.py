@@ -88,13 +88,13 @@ def serve(load: Load) -> None:
     leave_signals_to_parent()
     stacks.write_when_asked()
     link: ParentLink[ToEngine] = ParentLink(int(sys.argv[1]), ToEngine)
-    gc.disable()  # objects of imports and loading stay, and each collection would visit them again
+    gc.disable()  # objects of imports and loading stay; each collection would visit them again
     try:
         settings = link.receive()
         assert isinstance(settings, EngineSettings)
         log.configure(settings.log_level, service="llm-engine")
         loaded = load(settings, int(sys.argv[2]))
-        gc.collect()  # before it says that it serves: it says nothing meanwhile
+        gc.collect()  # before it reports that it serves: it sends nothing meanwhile
         gc.freeze()
         core, steps = _build(settings, loaded, link)
     except CheckpointError as error:

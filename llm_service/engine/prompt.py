@@ -86,7 +86,7 @@ class Prompt:
         whole_end = rule.whole_end(tokens)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(tokens))
         root = prompt_root(positions, add.salt, add.adapter_digest)
-        if whole_end:  # each of its tokens depends on all of them
+        if whole_end:  # each token depends on all tokens
             media = [BlockRows(run.key, run.row, run.begin, run.end - run.begin) for run in runs]
             root = block_identity(root, tokens[:whole_end].tobytes(), media)
         penalises = add.sampling.repetition_penalty != 1.0

@@ -23,13 +23,13 @@ def block_identities(
 def prompt_root(positions: np.ndarray, salt: str, adapter_digest: bytes) -> bytes:
     """The parent of a prompt's first block, positions int32 [3, n]."""
     root = root_identity(salt, adapter_digest)
-    if begins := int(positions[0, 0]):  # one that begins elsewhere turns otherwise
+    if begins := int(positions[0, 0]):  # other positions give other rotations
         root = block_identity(root, begins.to_bytes(4, "little"), ())
     return root
 
 
 def named_runs(positions: np.ndarray, runs: list[MediaRun]) -> list[MediaRun]:
-    """Media's runs, in order, with texts between them that do not count on."""
+    """Media runs, in order, with texts between them whose positions are not consecutive."""
     return sorted([*runs, *_texts_apart(positions, runs)]) if runs else runs
 
 

@@ -42,8 +42,8 @@ class RetainedBlocks:
         self._wanted.setdefault(session, set()).add(number)
 
     def add(self, number: int, tenant: bytes) -> int | None:
-        """Retains a block that is in use no longer, if a session wants it. Returns the one that is not retained: this
-        one, or another if the tenant's share is used up."""
+        """Retains a block that is no longer in use, if a session wants it. Returns the block that is not retained: this
+        one, or another if the tenant's share is full."""
         if number not in self._sessions:
             return number
         own = self._by_tenant.setdefault(tenant, OrderedDict())
@@ -69,7 +69,7 @@ class RetainedBlocks:
                 del self._wanted[session]
 
     def pop(self) -> int:
-        """Gives up the longest unused block."""
+        """Removes and returns the least recently used block."""
         return self._give_up(next(iter(self._order)))
 
     def _give_up(self, number: int) -> int:
@@ -78,7 +78,7 @@ class RetainedBlocks:
         return number
 
     def release(self, session: int) -> list[int]:
-        """The blocks that are retained no longer, since this session is over."""
+        """Ends a session; returns the blocks that are no longer retained."""
         for number in (wanted := self._wanted.pop(session, set())):
             self._sessions[number].discard(session)
             if not self._sessions[number]:
@@ -89,7 +89,7 @@ class RetainedBlocks:
         return numbers
 
     def clear(self) -> list[int]:
-        """Gives up all blocks that no sequence holds."""
+        """Drops all blocks that no sequence holds."""
         return [self._give_up(number) for number in list(self._order)]
 
     def check_integrity(self) -> None:

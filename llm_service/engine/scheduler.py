@@ -68,7 +68,7 @@ class Scheduler:
     # --- what comes in -------------------------------------------------------------------------------------------
 
     def add(self, add: Add) -> None:
-        """Takes a request in. The front has checked that it fits the context, but maybe that of the engine before."""
+        """Adds a request. The front has checked its length, but perhaps against the context of an earlier engine."""
         self._arrivals += 1
         sequences = Sequence.of(add, self.limits, self._eos, arrival=self._arrivals, seed=secrets.randbits(64))
         if add.sampling.is_matched and self._match is not None:
@@ -106,7 +106,7 @@ class Scheduler:
             sequence.items_placed()
 
     def prompt_logprobs_taken(self, id: int, before: int) -> None:
-        """A caller has taken the logprobs of its prompt's tokens before this one."""
+        """The client has read the logprobs of the prompt's tokens before this one."""
         for sequence in self._queues.requests.get(id, ()):
             sequence.take_prompt_logprobs(before)
 
@@ -391,10 +391,10 @@ class Scheduler:
 
 
 def _adapters(queue: list[Sequence]) -> list[int]:
-    """Asked for from another thread than the one that changes the queue, so of a copy."""
+    """Iterates over a copy, since another thread changes the queue."""
     return sorted({sequence.adapter for sequence in queue.copy()} - {0})
 
 
 def _may_be_complete(sequence: Sequence) -> bool:
-    """It came with output that may be all that it says, or with a prompt that leaves no room for any."""
+    """Whether it came with output that may be complete, or with a prompt that leaves no room for output."""
     return sequence.num_resumed_tokens > 0 or sequence.at_max_length

@@ -25,7 +25,7 @@ from llm_service.token_masks import both, leaves_any
 Order = tuple[int, int, int]
 
 PLACEHOLDER = 0
-"""Stands in the place of a token that a step under way will choose."""
+"""Placeholder for a token that a running step will choose."""
 
 
 class WaitReason(enum.Enum):
@@ -107,7 +107,7 @@ class Sequence:
     """int32: the drafts that a model proposed with the last step."""
     draft_length: DraftLength = field(default_factory=lambda: DraftLength(0))
     plain: bool = False
-    """The likeliest token is drawn, and nothing else asked."""
+    """Greedy sampling without further options."""
     bad_words: BadWords | None = None
     pooling: Pooling | None = None
     """The step that computes the end of its prompt gives it no token, but ends it; a placeholder stands for that."""
@@ -146,7 +146,7 @@ class Sequence:
         order: Order,
         seed: int,
     ) -> Sequence:
-        """One that comes with this output."""
+        """A sequence with this output."""
         sampling, length = add.sampling, len(prompt.tokens)
         most = min(add.max_length or limits.max_context, limits.max_context)
         asked = choice == 0 and not output and sampling.prompt_logprobs is not None
@@ -213,7 +213,7 @@ class Sequence:
 
     @property
     def wait_reason(self) -> WaitReason | None:
-        """Why nothing can be computed now, as far as that is known without looking at blocks; None: it may go on."""
+        """Why nothing can be computed now, regardless of blocks; None: it may continue."""
         if self.matcher_future is not None:
             return WaitReason.GRAMMAR
         if self.num_placeholders and self.drafts:
@@ -296,7 +296,7 @@ class Sequence:
             self.matcher_future.cancel()
 
     def compute_own_prompt(self) -> None:
-        """The first choice is gone: its prompt is computed, or never will be."""
+        """The first choice has ended: it has computed the prompt, or never will."""
         self.first_choice = None
 
     def end_session(self) -> None:
@@ -309,9 +309,9 @@ class Sequence:
             self._waits_for = WaitReason.MEDIA_ROWS
 
     def take_prompt_logprobs(self, before: int) -> None:
-        """Its caller has taken the logprobs of the prompt's tokens before this one."""
+        """The client has read the logprobs of the prompt's tokens before this one."""
         self.num_logprobs_taken = max(self.num_logprobs_taken, before)
-        self.rows_landed()  # it may have made way while it could only wait
+        self.rows_landed()  # it may have been preempted while it waited
 
     def wait_for_placement(self) -> None:
         """Nothing can be computed until its items have places."""
@@ -352,7 +352,7 @@ class Sequence:
         return found.astype(np.float32).tobytes()
 
     def propose(self, drafts: array[int]) -> None:
-        """Has the next step verify these tokens behind the last one, which is known, as far as the grammar allows
+        """Makes the next step verify these drafts after the last token, which is known, as far as the grammar allows
         them."""
         self.drafts, self.draft_masks = drafts, []
         if not self.sampling.is_held or not drafts:
@@ -362,7 +362,9 @@ class Sequence:
             mask = self.allowed_by(ahead)
             if count and ahead is not None and ahead.is_error():  # found behind a draft, which may be wrong
                 break
-            if not leaves_any(mask, self.bad_ends(drafts[:count])):  # here too; without drafts it fails
+            if not leaves_any(
+                mask, self.bad_ends(drafts[:count])
+            ):  # after drafts too; without drafts the sequence fails
                 break
             self.draft_masks.append(mask)
             if count == len(drafts) or (ahead is not None and ahead.is_stopped()):
@@ -406,7 +408,7 @@ class Sequence:
         self.placeholder_draw = draw
 
     def fill_placeholder(self, token: int) -> bool:
-        """The first token that was not known is this one; whether it was drafted, and right."""
+        """Sets the first unknown token; returns whether it was an accepted draft."""
         self.tokens[-self.num_placeholders] = token
         self.num_placeholders -= 1
         if self.matcher is not None:
@@ -423,7 +425,7 @@ class Sequence:
             del self.tokens[-self.num_placeholders :]
         self.rolled_back = self.table.spare >= 0 and right < len(self.drafts)
         self.num_placeholders, self.drafts = 0, array("i")
-        # A state includes wrong drafts too; keys and values behind the right ones are overwritten.
+        # A state includes wrong drafts; keys and values after the right ones are overwritten.
         valid = len(self.tokens) - 2 - right if self.rolled_back else len(self.tokens) - 1
         self.num_computed_tokens = min(self.num_computed_tokens, valid)
         return False
@@ -454,6 +456,6 @@ class Sequence:
 
 
 def _plainest(sampling: SamplingParams) -> SamplingParams:
-    """As long, and nothing but the likeliest token."""
+    """Parameters with the same length and greedy sampling only."""
     kept = {name: getattr(sampling, name) for name in ("max_tokens", "n", "ignore_eos", "stop_token_ids", "seed")}
     return SamplingParams(temperature=0.0, **kept)

@@ -150,7 +150,7 @@ class StateSlots:
         return self._free.pop() if self._free else self._give_up(self._idle())
 
     def give_back(self, slot: int) -> None:
-        """Its sequence runs no longer, or needs it no longer."""
+        """Frees a slot that its sequence no longer needs."""
         self._free.append(slot)
 
     def find(self, identity: bytes) -> int:

@@ -147,7 +147,7 @@ class StepQueue:
         failed carries nothing over."""
         with suppress(Empty):
             while True:
-                self._masks.get_nowait()  # of plans that were not computed
+                self._masks.get_nowait()  # masks of plans that were not computed
         self._plans.put(_Signal.GO_ON)
 
     def beat(self) -> None:
@@ -179,7 +179,7 @@ class StepQueue:
                 case _Signal.GO_ON:
                     failed = None
                 case _Ordered(OffloadBlocks()) if failed is not None:
-                    raise failed  # the blocks of a step that was not computed hold nothing
+                    raise failed  # the blocks of a step that was not computed are empty
                 case _Ordered(order, done):
                     done(self._executor.obey(order))
                 case _Signal.BEAT:

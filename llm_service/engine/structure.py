@@ -135,7 +135,9 @@ def _grammar(structure: Structure) -> str:
                 return str(LLMatcher.grammar_from_lark(structure.text))
             case "choice":
                 words = " | ".join(json.dumps(word) for word in json.loads(structure.text))
-                return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))  # one word to the parser
+                return str(
+                    LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}")
+                )  # one terminal for the parser
             case "structural_tag":
                 raise ValueError("it is compiled as a grammar")
     except ValueError as error:

@@ -101,7 +101,7 @@ class Constraints:
         return _sampled(request, thinking_bound=self._prompts.thinking_bound(budget))
 
     async def _with_bad_words(self, request: Request) -> Request:
-        """The request, with the tokens that are made of its bad words."""
+        """The request, with its bad words as tokens."""
         if not request.bad_words:
             return request
         few = sum(map(len, request.bad_words)) <= _FEW_LETTERS

@@ -107,7 +107,7 @@ class Generator:
     async def state(self) -> State:
         """The engine's current queues and counters; requests that the engine has not been given yet count as waiting.
         Raises Unavailable while it is down."""
-        # Counted before the engine is asked: a request submitted while it answers is counted by neither.
+        # Counted before the engine is asked: a request submitted while it answers is not counted at all.
         on_their_way = max(0, self.open_requests - self._engine.requests)
         state = await self._engine.state()
         return msgspec.structs.replace(state, waiting=state.waiting + on_their_way)
@@ -179,14 +179,14 @@ class Generator:
         choices = await self._choices(request)
         stages.mark("prompt")
         if any(choice.text.stopped is None for choice in choices.values()):
-            self._engine.check(request.max_handovers)  # before encoders do anything in vain
+            self._engine.check(request.max_handovers)  # before encoders work in vain
         fetches = await self._receiver.fetch_headers(request, job.admission.wait_for_media)
         async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")
             layout = await self._layout(pieces, headers_of(fetches), short=short)
             if request.truncation is not None and len(layout.ids) > request.truncation.tokens:
                 layout = await _computed(self._prompts.truncated, layout, request.truncation, at_once=short)
-                # As if a caller had cut it; beside media no pieces say what is left.
+                # As if the caller had truncated it; beside media, pieces cannot express the rest.
                 pieces = [] if layout.spans else [layout.ids]
             self._check_length(request, layout)
             counting = request, layout, choices
@@ -243,7 +243,7 @@ class Generator:
                 async with aclosing(lending.up_to(computed // size)) as parts:
                     async for part in parts:
                         yield part
-        async with aclosing(lending.up_to(len(lending.identities))) as parts:  # that found no room before
+        async with aclosing(lending.up_to(len(lending.identities))) as parts:  # blocks that found no room before
             async for part in parts:
                 yield part
 
@@ -258,7 +258,7 @@ class Generator:
         """Has another service compute the prompt, if that is worth it. Returns how many of its first tokens have their
         blocks here afterwards."""
         size = self._engine.reusable_block_size
-        asked_to = isinstance(request.prompt, PiecesPrompt)  # another service asks, which may be one of those
+        asked_to = isinstance(request.prompt, PiecesPrompt)  # another service asks, perhaps one of the prefill services
         answers = request.pooling is None and not asked_to
         if self.prefills is None or size is None or not pieces or not answers or _is_computed_whole(request):
             return 0
@@ -389,7 +389,7 @@ class Generator:
                     index, ended = ends.popitem()
                     stages.extend("decode_tokens")
                     yield _ended(choices.pop(index), ended, stages, media)
-        if not begun:  # all choices were complete when they came
+        if not begun:  # all choices were complete on arrival
             yield begin
         for index, ended in ends.items():
             yield _ended(choices[index], ended, stages, media)
@@ -412,7 +412,7 @@ def _reusable(identities: Sequence[bytes], layout: PromptLayout, size: int) -> S
 
 
 def _is_short(prompt: Prompt) -> bool:
-    """Whether to lay a prompt out takes no longer than to have a thread do so."""
+    """Whether laying a prompt out is faster than handing it to a thread."""
     match prompt:
         case TextPrompt(text):
             return len(text) <= _SHORT

@@ -58,8 +58,7 @@ class Job:
         return "failed" if late else "cancelled"
 
     def log(self) -> None:
-        """Has the line about its call say how many tokens it had, and how long each stage took that followed on the one
-        before it."""
+        """Adds the number of tokens, and the seconds of each sequential stage, to the log line of its call."""
         seconds = {name: round(each, 4) for name, each in seconds_of(self.stages.in_turn).items()}
         log.bind(**self.tokens, stages=seconds)
 

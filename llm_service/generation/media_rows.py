@@ -64,19 +64,19 @@ class MediaRows:
         """The request has ended for its caller: nothing more is passed on, or placed."""
         if self._submitted is None:
             self.released()
-            if not self._taken:  # else the streams belong to what they fill
+            if not self._taken:  # otherwise the row cache owns the streams
                 self._receiver.close(self._fetches)
             return
         self._unwatch()
         self._submitted.request.leave()
-        self._submitted = None  # else each held the other
+        self._submitted = None  # otherwise each would hold the other
         if self._placing is not None:
             self._placing.cancel()
             await asyncio.gather(self._placing, return_exceptions=True)
 
     @property
     def all_here(self) -> bool:
-        """Every row that was taken room for has landed."""
+        """Whether all rows with reserved room have arrived."""
         return all(entry.complete for entry in self._entries.values())
 
     async def take(
@@ -129,7 +129,7 @@ class MediaRows:
         try:
             await self._place()
             while any(entry.lost for entry in self._entries.values()):
-                await self._place()  # one more engine has ended meanwhile
+                await self._place()  # another engine has ended meanwhile
         except TwinlensError as error:
             submitted.request.fail(error)
             return
@@ -137,7 +137,7 @@ class MediaRows:
         self._watch(submitted)
 
     def _watch(self, submitted: _Submitted) -> None:
-        """Tells of each item how many of its rows are here, now and whenever more land."""
+        """Reports how many rows of each item have arrived, now and whenever more do."""
         for number, span in enumerate(self._layout.spans):
             if (entry := self._entries.get(span.item)) is not None:
                 tell = partial(self._tell, submitted, number, self._fetches[span.item].item.field)
@@ -189,7 +189,7 @@ class MediaRows:
         self._watched.clear()
 
     def released(self) -> None:
-        """Gives every entry back: nobody reads the rows any more."""
+        """Releases every entry: nobody reads the rows any more."""
         self._released = True
         self._give_back()
 

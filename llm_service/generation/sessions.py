@@ -52,7 +52,7 @@ class Sessions:
         return sum(map(self._is_alive, self._sessions.values()))
 
     def use(self, tenant: str, name: str) -> Session:
-        """The session of that name, new or renewed: it is the last to give way now."""
+        """The session of that name, new or renewed, and now the most recently used."""
         self._end_overdue()
         session = self._sessions.get((tenant, name))
         if session is None:
