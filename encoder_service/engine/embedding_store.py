@@ -194,7 +194,7 @@ class EmbeddingStore:
         """Frees an allocation's room behind its first `tokens` rows, before it is committed or read."""
         assert allocation.pins == 1, "somebody reads this allocation"
         assert not allocation.kept, "an entry has this allocation"
-        if self._is_reserved(allocation):  # the rest is freed with the reservation
+        if self._is_reserved(allocation):  # the whole room goes to the reservation's waiter
             allocation.span = Range(allocation.span.offset, tokens * self._row_bytes)
         else:
             allocation.span = self._ranges.trim(allocation.span, tokens * self._row_bytes)

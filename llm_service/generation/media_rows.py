@@ -64,7 +64,7 @@ class MediaRows:
         """The request has ended for its caller: nothing more is passed on, or placed."""
         if self._submitted is None:
             self.released()
-            if not self._taken:  # otherwise the row cache owns the streams
+            if not self._taken:  # otherwise the entries that they fill own the streams
                 self._receiver.close(self._fetches)
             return
         self._unwatch()
