@@ -6,7 +6,6 @@ It knows nothing of requests: it maps input embeddings and each layer's batch to
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -40,6 +39,7 @@ from llm_service.layers.residual.manifold_hyper_connections import ManifoldLayer
 from llm_service.layers.rotary.tables import rotary_of
 from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
+from llm_service.models.model import Deepstack
 
 _GROUPED = (9, 10)
 """Compute capabilities (major) for which torch has its own kernel of grouped products."""
@@ -48,36 +48,15 @@ _FORMS = 64
 own limit of 8 it would run the rest as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deepstack:
-    """Rows to add after the first layers, or before those that the decoder names: level i, `values[i]` [m, hidden], to
-    positions `index` int64 [m], or, if that is None, to all positions in order."""
-
-    index: Tensor | None
-    values: Tensor
-
-    def taking_first(self, hidden: Tensor) -> Deepstack:
-        """Makes the rows' values in `hidden` [n, hidden] the first level, before the others, and sets them to zero
-        there."""
-        assert self.index is not None, "rows have places"
-        first = hidden[self.index].unsqueeze(0)
-        hidden.index_fill_(0, self.index, 0.0)
-        return Deepstack(self.index, torch.cat([first, self.values]))
-
-    def add_to(self, hidden: Tensor, level: int, scale: float = 1.0) -> None:
-        """Adds a level times a number, in place."""
-        if self.index is None:
-            hidden.add_(self.values[level], alpha=scale)
-        else:
-            hidden.index_add_(0, self.index, self.values[level], alpha=scale)
-
-
 class Decoder(nn.Module):
     """One rank's part of a decoder: embeddings in, hidden states out, and logits on demand. For a draft head it also
     `extracts` the hidden states before these layers, counted from 0; the number of layers stands for the states after
     the last."""
 
     extracts: tuple[int, ...] = ()
+    layers: nn.ModuleList
+    decodes_alone = may_wait = False
+    keeps_small_cache = True
 
     def __init__(self, config: TextConfig, group: TensorGroup, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -140,6 +119,21 @@ class Decoder(nn.Module):
     def position_rows(self) -> int:
         """Number of rows of positions: one for each axis; of four, the first is a token's own number."""
         return 4 if self.config.rotary.own_sections else 3
+
+    @property
+    def vocabulary(self) -> int:
+        """See `Model`."""
+        return self.config.vocab_size
+
+    @property
+    def adds_first_level(self) -> bool:
+        """See `Model`."""
+        return bool(self.config.level_layers)
+
+    @property
+    def shares_keys(self) -> bool:
+        """See `Model`."""
+        return self.config.shared_layers > 0
 
     @property
     def spans(self) -> SpanRule:
@@ -267,6 +261,18 @@ class Decoder(nn.Module):
         for begin, end in rows:
             token_ids[begin:end] = self.layer_inputs.padding
         return token_ids
+
+    def weights(self) -> nn.Module:
+        """See `Model`."""
+        return self
+
+    def attention(self, asked: str) -> str:
+        """See `Model`."""
+        return asked
+
+    def join(self, embeddings: Tensor, _: Tensor, /) -> Tensor:
+        """See `Model`: none goes on from hidden states but a draft head."""
+        return embeddings
 
     def mixers(self) -> list[CachedPart]:
         """The mixers of layers that have one, in order, followed by layers' companions."""

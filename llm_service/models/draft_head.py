@@ -50,7 +50,7 @@ class DraftHead(Decoder):
         """The model's output [n, width] → [n, hidden], in the form of its own hidden states."""
         return hidden
 
-    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+    def join(self, embeddings: Tensor, hidden: Tensor, /) -> Tensor:
         """Embeddings of the next tokens and hidden states, [n, hidden] each → the input of the first layer."""
         raise NotImplementedError
 

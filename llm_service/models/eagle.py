@@ -26,9 +26,10 @@ from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.eagle import EagleConfig
 from llm_service.model_config.text import TextConfig
-from llm_service.models.decoder import Decoder, Deepstack
+from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead, check_target, ends_of, fill_head
 from llm_service.models.loader import HEAD, TABLE, TextSide
+from llm_service.models.model import Deepstack
 from llm_service.models.quantized import load_weights
 
 _MIDDLE = "midlayer."
@@ -123,7 +124,7 @@ class EagleDecoder(DraftHead):
         out: Tensor = self.fc(hidden)
         return out
 
-    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+    def join(self, embeddings: Tensor, hidden: Tensor, /) -> Tensor:
         """See `DraftHead.join`: [n, 2 · hidden]."""
         return torch.cat([embeddings, hidden], -1)
 

@@ -49,7 +49,7 @@ class MtpDecoder(DraftHead):
         vars(self).update(rotary=target.rotary)
         self.window_rotary = self.layer_inputs = self.streams_in = self.embed_positions = None
 
-    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+    def join(self, embeddings: Tensor, hidden: Tensor, /) -> Tensor:
         """See `DraftHead.join`: [n, hidden]."""
         both = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
         out: Tensor = self.fc(torch.cat(both, -1))

@@ -13,8 +13,9 @@ from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes, layer_caches, read_by
 from llm_service.layers.mixer import CachedPart, IndexPart
-from llm_service.models.decoder import Decoder, Deepstack
+from llm_service.models.decoder import Decoder
 from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.model import Deepstack
 from llm_service.models.trial_prompts import TrialPrompt
 
 _CPU = torch.device("cpu")
@@ -62,15 +63,12 @@ def logits_in_chunks(
             placed = torch.cat([torch.arange(begin, end).repeat(2).unsqueeze(0), placed])
         packed = torch.cat([other[begin:end], embedded[begin:end]])
         deepstack = _deepstack(prompt, begin, end)
-        if deepstack is not None and isinstance(decoder, Decoder) and decoder.config.level_layers:
+        if deepstack is not None and decoder.adds_first_level:
             deepstack = deepstack.taking_first(packed)
         given = packed, placed, layers, batches, deepstack
         ids = torch.cat([prompt.ids.flip(0)[begin:end], prompt.ids[begin:end]])
-        if isinstance(decoder, HfDecoder):
-            out = decoder(*given, token_ids=ids)
-        else:
-            there = [count + place - begin for place in prompt.places.tolist() if begin <= place < end]
-            out = decoder(*given, token_ids=decoder.ids_of_layers(ids, [(row, row + 1) for row in there]))
+        there = [count + place - begin for place in prompt.places.tolist() if begin <= place < end]
+        out = decoder(*given, token_ids=decoder.ids_of_layers(ids, [(row, row + 1) for row in there]))
         found.append(decoder.logits(out[count:]))
     return torch.cat(found)
 

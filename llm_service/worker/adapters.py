@@ -163,6 +163,11 @@ class RankAdapters:
         self._rows.put(numbers)
 
     @property
+    def for_graphs(self) -> RankAdapters:
+        """What graphs compute from."""
+        return self
+
+    @property
     def capturable(self) -> bool:
         """Steps with adapters in them may be captured."""
         return self._rows.kernel is AdapterKernel.GPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.model import Model
 from llm_service.worker.caches import Caches
 from llm_service.worker.capture_watch import WaitWatch
 from llm_service.worker.graphs import GraphNumbers
@@ -15,7 +15,7 @@ _TOKENS = 2
 
 @torch.inference_mode(mode=False)  # this mode would hide reads of values by the host
 @torch.no_grad()
-def what_waits(decoder: HfDecoder, caches: Caches) -> str:
+def what_waits(decoder: Model, caches: Caches) -> str:
     """Why a decoder whose caches follow metadata has no graphs; empty if it can. Computes a step of padding, as a
     capture does."""
     null_slot = caches.null_block * caches.block_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llm_service.models.decoder import Deepstack
+from llm_service.models.model import Deepstack
 from llm_service.plan import RowSlice
 from llm_service.worker.row_arena import RowArena
 

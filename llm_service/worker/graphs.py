@@ -25,8 +25,7 @@ from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumber
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.lora.row_tiles import RowTiles
 from llm_service.layers.mixer import StateMetadata
-from llm_service.models.decoder import Decoder, Deepstack
-from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.model import Deepstack, Model
 from llm_service.plan import Chunk, StepPlan
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
@@ -282,7 +281,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        decoder: Decoder | HfDecoder,
+        decoder: Model,
         caches: Caches,
         bounds: CaptureBounds,
         capture: Capture,
@@ -299,7 +298,7 @@ class GraphRunner:
         as one of them is left. So one that needs too much has to be tried while there is no other.
         """
         self.replays = 0
-        if isinstance(decoder, Decoder) and decoder.config.level_layers:  # the first level is not among embeddings
+        if decoder.adds_first_level:  # the first level is not among embeddings
             bounds = replace(bounds, levels=bounds.levels + 1)
         self._decoder, self._caches, self._bounds = decoder, caches, bounds
         self._adapters = adapters if adapters is not None and adapters.capturable else None
@@ -308,11 +307,11 @@ class GraphRunner:
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._graphs: dict[GraphKind, list[Graph]] = {kind: [] for kind in GraphKind}
         # transformers' has the host look at prompts, and so has what layers choose by an index.
-        ours = isinstance(decoder, Decoder) and not caches.decodes_alone
+        any_step = not (decoder.decodes_alone or caches.decodes_alone)
         sizes = {
             GraphKind.DECODE: decode_sizes(bounds.sequences),
-            GraphKind.VERIFY: verify_sizes(bounds.draft_rows) if bounds.drafts and ours else [],
-            GraphKind.PREFILL: prefill_sizes(bounds.tokens) if ours else [],
+            GraphKind.VERIFY: verify_sizes(bounds.draft_rows) if bounds.drafts and any_step else [],
+            GraphKind.PREFILL: prefill_sizes(bounds.tokens) if any_step else [],
         }
         largest = max(size for each in sizes.values() for size in each)
         self._buffers = Buffers.of(largest, bounds, caches.block_size, like, decoder.entry_size, decoder.exit_size)

@@ -44,6 +44,11 @@ class HfAdapters:
         for name, linear in self._linears.items():
             linear.register_forward_hook(self._adding_to(name))
 
+    @property
+    def for_graphs(self) -> None:
+        """See `RankAdapters`: nothing."""
+        return
+
     def kernels(self) -> set[str]:
         """None of ours."""
         return set()

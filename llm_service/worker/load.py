@@ -27,6 +27,7 @@ from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.loader import load_hf_decoder
 from llm_service.models.known_text import known_text
 from llm_service.models.loader import TextSide, load_decoder
+from llm_service.models.model import Model
 from llm_service.models.quantization_config import quantization_of
 from llm_service.plan import StepPlan
 from llm_service.settings import DRAFT_HEADS, CacheDtype, EngineSettings
@@ -119,7 +120,7 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     settings = with_cache_dtype(settings, checkpoint, decoder)
     give_back()
     adapters = rank_adapters(settings, decoder)
-    all_of_it = decoder if isinstance(decoder, Decoder) else decoder.weights()
+    all_of_it = decoder.weights()
     weights = describe(all_of_it, settings.weight_dtype or quantization_of(checkpoint.config))
     _log.info("weights are in memory", **msgspec.structs.asdict(weights))
     served = ServedModel.of(checkpoint, settings.hf)
@@ -168,7 +169,7 @@ class _LoadedModel:
     """The model of a rank, once its partition of the weights is loaded."""
 
     settings: EngineSettings
-    decoder: Decoder | HfDecoder
+    decoder: Model
     drafting: Drafting | None
     arena: RowArena
     group: TensorGroup
@@ -193,7 +194,7 @@ class _LoadedModel:
             decoder.kv_dtype,
             decoder.device,
             kv_cache_dtype=settings.kv_cache_dtype,
-            attention=decoder.backend if isinstance(decoder, HfDecoder) else settings.attention,
+            attention=decoder.attention(settings.attention),
             state_slots=room.slots,
             snapshot_slots=room.snapshots,
         )
@@ -225,7 +226,7 @@ def _core_share(loaded: _LoadedModel, use: Callable[[int], None]) -> CoreShare |
     if not loaded.settings.core_share or loaded.device.type != "cpu" or loaded.group.size > 1:
         return None
     cores = CoreShare.of_this_host(torch.get_num_threads(), use)
-    if cores is not None and isinstance(loaded.decoder, Decoder):
+    if cores is not None and loaded.decoder.layers:
         drafting = loaded.drafting
         cores.between([*loaded.decoder.layers, *(drafting.decoder.layers if drafting is not None else ())])
     return cores
@@ -245,7 +246,7 @@ def _run_largest_step(
         names = sorted({*first.kernels(), *(adapters.kernels() if adapters is not None else ())})
         changeover = _choose_kernels(names, loaded.group, wait=settings.kernels == "wait")
     first.warm_up()
-    if settings.compile and isinstance(loaded.decoder, Decoder):
+    if settings.compile and loaded.decoder.layers:
         _compile(loaded.decoder, loaded.group, device)
     first.run(prompt(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
     first.run(plan)
@@ -289,9 +290,7 @@ def _decoder(
     return load_hf_decoder(checkpoint, settings.hf, dtype, device, group, **own)
 
 
-def _with_larger_steps(
-    settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder
-) -> EngineSettings:
+def _with_larger_steps(settings: EngineSettings, checkpoint: Checkpoint, decoder: Model) -> EngineSettings:
     """Enlarges steps to hold the rows of any one picture, if these are computed at once, and a typical prompt with it,
     if that is; beside one token of every other running sequence. Configured sizes are kept."""
     if not settings.grows_steps or settings.hf is None or decoder.chunk_rule.may_end_in_run:
@@ -356,7 +355,7 @@ def _short_prompt_plan(settings: EngineSettings) -> tuple[StepPlan, int]:
     return prompt(FEW + 1, settings.block_size)
 
 
-def _compile(decoder: Decoder, group: TensorGroup, device: torch.device) -> None:
+def _compile(decoder: Model, group: TensorGroup, device: torch.device) -> None:
     """Raises CheckpointError if torch cannot compile the layers' parts."""
     if device.type != "cuda":
         raise CheckpointError("--compile is for GPUs: a CPU's weights are laid out in a way that torch cannot compile")

@@ -6,31 +6,26 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.gpu.graphs import Capture
-from common.gpu.transfer import ToHost, to_device
+from common.gpu.transfer import ToHost
 from common.process.core_share import CoreShare
 from llm_service.families.chunk_rule import ChunkRule
-from llm_service.layers.attention.backend import Span, parts_at, runs_of
-from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
-from llm_service.models.decoder import Decoder, Deepstack
-from llm_service.models.draft_head import DraftHead
-from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.model import Model
 from llm_service.plan import Draw, Masks, StepPlan, StepResult, TokenLogprobs, no_masks, with_masks
 from llm_service.worker import sampler
 from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.capture_trial import what_waits
-from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, Graph, GraphRunner
 from llm_service.worker.hf_adapters import HfAdapters
 from llm_service.worker.host_cache import HostCache
+from llm_service.worker.input_batch import InputBatch, Inputs
 from llm_service.worker.messages import AdapterOrder, AddAdapter
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import Drawn, prompt_logprobs
@@ -122,7 +117,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder | HfDecoder,
+        decoder: Model,
         arena: RowArena,
         caches: Caches,
         *,
@@ -140,8 +135,7 @@ class ModelRunner:
         self.proposer = proposer
         self.core_share = core_share
         self.graphs: GraphRunner | None = None
-        self._keeps_hidden = keeps_hidden
-        self._tables = DeviceTables(caches.block_size, decoder.device)
+        self._inputs = Inputs(decoder, caches, adapters, keeps_hidden=keeps_hidden)
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
         self._known = True  # on every rank: there are none yet
@@ -166,8 +160,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Has the back ends' and the sampler's kernels compiled, where they compile any, so that no request waits."""
         self.caches.warm_up()
-        if isinstance(self._decoder, Decoder):  # transformers' does not say how many words it has
-            logits = torch.zeros(1, self._decoder.config.vocab_size, device=self._decoder.device)
+        if self._decoder.vocabulary is not None:
+            logits = torch.zeros(1, self._decoder.vocabulary, device=self._decoder.device)
             draw = Draw(at=0, temperature=1.0, output=bytes(4), presence_penalty=1.0)
             self._draw(logits, [draw], self._chosen).result()
         if self.proposer is not None:
@@ -181,12 +175,12 @@ class ModelRunner:
     def not_capturable(self) -> str:
         """Why there can be no graphs; empty where there can."""
         why = self.caches.not_capturable() or self._decoder.not_capturable()
-        return why or (what_waits(self._decoder, self.caches) if isinstance(self._decoder, HfDecoder) else "")
+        return why or (what_waits(self._decoder, self.caches) if self._decoder.may_wait else "")
 
     @torch.inference_mode()
     def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int, agree: Callable[[int], int]) -> None:
         """Captures graphs of batches within bounds; see `GraphRunner`. Nothing may be in the way (`not_capturable`)."""
-        adapters = self.adapters if isinstance(self.adapters, RankAdapters) else None
+        adapters = None if self.adapters is None else self.adapters.for_graphs
         self.graphs = GraphRunner(
             self._decoder, self.caches, bounds, capture, max_bytes=max_bytes, agree=agree, adapters=adapters
         )
@@ -255,7 +249,7 @@ class ModelRunner:
     def _pool(self, plan: StepPlan, forwarded: _Forwarded) -> Tensor:
         """What the plan's pools ask for, float32 [pools, hidden]."""
         hidden = forwarded.hidden
-        if self._keeps_all(plan):
+        if self._inputs.keeps_all(plan):
             return torch.stack([hidden[each.at : each.at + each.count].float().sum(0) for each in plan.pools])
         return forwarded.wanted[len(plan.draws) :].float()
 
@@ -277,162 +271,57 @@ class ModelRunner:
         if self.adapters is not None:
             self.adapters.begin(plan)
         graph: Graph | None = None
-        if self.graphs is not None and not self._spans(plan):
+        if self.graphs is not None and not self._inputs.spans(plan):
             graph = self.graphs.find(plan.chunks, deep=deep, adapted=bool(plan.adapters.slots))
         if self.host_cache is not None:
             self.host_cache.offload(plan.offloaded)
             self.host_cache.load(plan.loaded)
-        moved = self._move(plan, graph)
-        token_ids = self._token_ids(plan, moved)
+        batch = self._inputs.prepare(plan, graph)
+        token_ids = self._token_ids(plan, batch)
         hidden = self._decoder.embed_tokens(token_ids)
         deepstack = fuse(hidden, plan.rows, self.arena, adds=self._decoder.adds_rows)
-        if deepstack is not None and isinstance(self._decoder, Decoder) and self._decoder.config.level_layers:
+        if deepstack is not None and self._decoder.adds_first_level:
             deepstack = deepstack.taking_first(hidden)
-        if isinstance(self._decoder, DraftHead) and previous is not None:
+        if previous is not None:
             hidden = self._decoder.join(hidden, previous)
         self.caches.copy_states(plan.states.before)
+        ids = self._decoder.ids_of_layers(token_ids, [(row.at, row.at + row.count) for row in plan.rows])
         if graph is not None:
             assert self.graphs is not None
-            assert moved.batch is not None, "back ends of graphs follow metadata"
-            longest, ids = moved.batch.longest, self._ids_of_layers(plan, token_ids)
-            out = self.graphs.replay(graph, hidden, moved.read, self._tables, longest, deepstack, ids)
-            out = out if moved.places is None else out[moved.places]
+            assert batch.numbers is not None, "back ends of graphs follow metadata"
+            longest = batch.numbers.longest
+            out = self.graphs.replay(graph, hidden, batch.read, self._inputs.tables, longest, deepstack, ids)
+            out = out if batch.places is None else out[batch.places]
         else:
-            out = self._eager(plan, moved, hidden, deepstack, token_ids)
+            fewer = batch.places is not None and deepstack is None and self._decoder.shares_keys
+            out = self._decoder(
+                hidden,
+                batch.positions,
+                self.caches.layers,
+                self._inputs.batches(plan, batch),
+                deepstack,
+                batch.places,
+                token_ids=ids,
+                at_places=self._inputs.at_places(plan) if fewer else None,
+            )
         self.caches.copy_states(plan.states.after)
         extracted = out
         if out.shape[1] > (size := self._decoder.hidden_size):
             out, extracted = out[:, :size], out[:, size:]
         logprobs = prompt_logprobs(out, plan.prompt_logprobs, self._decoder.logits)
-        wanted = out[moved.wanted] if self._keeps_all(plan) else out
+        wanted = out[batch.wanted] if self._inputs.keeps_all(plan) else out
         return _Forwarded(out, wanted, logprobs, extracted, replayed=graph is not None)
 
-    def _eager(
-        self, plan: StepPlan, moved: _Moved, hidden: Tensor, deepstack: Deepstack | None, token_ids: Tensor
-    ) -> Tensor:
-        """The model's layers, kernel by kernel."""
-        batches, places = self._batches(plan, moved), moved.places
-        out: Tensor
-        if isinstance(self._decoder, HfDecoder):
-            out = self._decoder(
-                hidden, moved.positions, self.caches.layers, batches, deepstack, places, token_ids=token_ids
-            )
-        else:
-            fewer = places is not None and deepstack is None and self._decoder.config.shared_layers > 0
-            out = self._decoder(
-                hidden,
-                moved.positions,
-                self.caches.layers,
-                batches,
-                deepstack,
-                places,
-                token_ids=self._ids_of_layers(plan, token_ids),
-                at_places=self._at_places(plan) if fewer else None,
-            )
-        return out
-
-    def _ids_of_layers(self, plan: StepPlan, token_ids: Tensor) -> Tensor | None:
-        """See `Decoder.ids_of_layers`; transformers' tells rows by their tokens."""
-        if isinstance(self._decoder, HfDecoder):
-            return token_ids
-        return self._decoder.ids_of_layers(token_ids, [(row.at, row.at + row.count) for row in plan.rows])
-
-    def _keeps_all(self, plan: StepPlan) -> bool:
-        """Whether somebody reads the hidden states of places that are not among the wanted ones."""
-        sums = any(each.count > 1 for each in plan.pools)
-        reordered = bool(plan.pools) and len(plan.wanted) == plan.tokens  # adapters' rows go by how many they are
-        return bool(plan.prompt_logprobs) or sums or reordered or self._keeps_hidden
-
-    def _move(self, plan: StepPlan, graph: Graph | None) -> _Moved:
-        """All that a step needs to know, in one copy. The block tables have what the plan appends."""
-        positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1)
-        if self._decoder.position_rows > len(positions):
-            own = [np.arange(each.context, each.context + each.count, dtype=np.int32) for each in plan.chunks]
-            positions = np.concatenate([np.concatenate(own)[None], positions])
-        places = np.array(plan.wanted)
-        carried = np.array(plan.carried, np.int64).reshape(-1, 2).T
-        appended = self._tables.append(plan.appended)
-        batch: BatchNumbers | None = None
-        read: list[np.ndarray] = []
-        if self.caches.follows_metadata:
-            told = [(each.context, each.count, each.answered, each.row) for each in plan.chunks]
-            contexts, counts, answered, rows = np.array(told).T
-            tiling = self.caches.tiling if graph is None else graph.tiling
-            size = self.caches.block_size
-            batch = BatchNumbers.of(contexts, counts, answered, rows, self._tables.host, size, tiling)
-            arrays = AttentionMetadata.arrays(batch)
-            read = [rows, *arrays] if graph is None else graph.of(plan, batch, positions, rows)
-        else:
-            appended = []  # tables are read on the host
-        given = [np.frombuffer(plan.token_ids, np.int32), positions, places, carried]
-        adapted = self.adapters.numbers() if self.adapters is not None and graph is None else []
-        there = to_device([*given, *appended, *read, *adapted], self._decoder.device)
-        first, last = len(given), len(given) + len(appended)
-        end = last + len(read)
-        if self.adapters is not None and graph is None:
-            self.adapters.put(there[end:])
-        if batch is not None:
-            self._tables.update(there[first:last])
-        every = self._keeps_all(plan) or np.array_equal(places, np.arange(positions.shape[1]))
-        token_ids, where, wanted, carry = there[:first]
-        return _Moved(token_ids, where, wanted, carry, None if every else wanted, there[last:end], batch)
-
-    def _token_ids(self, plan: StepPlan, moved: _Moved) -> Tensor:
+    def _token_ids(self, plan: StepPlan, batch: InputBatch) -> Tensor:
         """int [n], with those that the step before chose, which never left the device."""
         if not plan.carried:
-            return moved.token_ids
+            return batch.token_ids
         if not self._known:
             self._choose(self._decoder.group.broadcast(self._chosen), known=True)
         if len(self._chosen) == plan.tokens and plan.carried == [(n, n) for n in range(plan.tokens)]:
             return self._chosen
-        places, draws = moved.carried
-        return moved.token_ids.index_copy_(0, places, self._chosen[draws].int())
-
-    def _batches(self, plan: StepPlan, moved: _Moved) -> list[Any]:
-        """What layers take of a step that no graph fits."""
-        metadata: AttentionMetadata | None = None
-        if moved.batch is not None:
-            rows, *arrays = moved.read
-            metadata = AttentionMetadata.over(moved.batch, arrays, self._tables.gather(rows, moved.batch.longest))
-        chunks, spans = self._tables.chunks(plan.chunks), self._spans(plan)
-        return self.caches.batches(chunks, plan.slots, plan.states.within, spans, metadata)
-
-    def _at_places(self, plan: StepPlan) -> list[Any] | None:
-        """What layers that share keys and values take of a step whose wanted places are fewer than its tokens: these.
-        None where they do not ascend, or one sees what is behind it: a prompt's first token, where a span begins with
-        it. Others are the last of a span, if they are in one."""
-        places = np.array(plan.wanted)
-        sees_on = any(begin <= each.at < end - 1 for begin, end in self._spans(plan) for each in plan.pools)
-        if sees_on or (np.diff(places) <= 0).any():
-            return None
-        return self.caches.batches(parts_at(self._tables.chunks(plan.chunks), places))
-
-    def _spans(self, plan: StepPlan) -> list[Span]:
-        """Runs of rows, or what is left of prompts, or of media in these, whose places see each other, which no graph
-        computes."""
-        rule = self.chunk_rule
-        if rule.of_prompts and not rule.media_tokens:
-            return plan.whole
-        if rule.of_prompts:
-            ids, media = np.frombuffer(plan.token_ids, np.int32), rule.media_tokens
-            return [run for begin, end in plan.whole for run in runs_of(np.isin(ids[begin:end], media), begin)]
-        return [] if rule.may_end_in_run else [(part.at, part.at + part.count) for part in plan.rows]
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """A plan on the device: `token_ids` int32 [n], `positions` int32 [3, n], or with tokens' own numbers before them
-    [4, n], `wanted` int64 [m] (`StepPlan.wanted`), and `carried` int64 [2, c]. `places` are those whose hidden states
-    are computed to the end, None: all. `read` is what kernels read of the `batch`, as a graph or an eager step takes
-    it; both are empty where no kernel does."""
-
-    token_ids: Tensor
-    positions: Tensor
-    wanted: Tensor
-    carried: Tensor
-    places: Tensor | None
-    read: list[Tensor]
-    batch: BatchNumbers | None
+        places, draws = batch.carried
+        return batch.token_ids.index_copy_(0, places, self._chosen[draws].int())
 
 
 def _sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw], Tensor], Drawn]:

@@ -18,8 +18,7 @@ from llm_service.layers.attention.int8_blocks import SCALE_BYTES
 from llm_service.layers.cache_spec import IndexedKV, PagedKV, block_bytes, slot_bytes
 from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.stated_quantization import cache_type_of, suggests_fp8_cache
-from llm_service.models.decoder import Decoder
-from llm_service.models.hf.decoder import HfDecoder
+from llm_service.models.model import Model
 from llm_service.settings import CacheDtype, EngineSettings
 from llm_service.worker.draft_loader import Drafting
 from llm_service.worker.memory import block_count, host_block_count, slot_count, snapshot_count
@@ -43,7 +42,7 @@ class CacheRoom:
 
 def cache_room(
     settings: EngineSettings,
-    decoder: Decoder | HfDecoder,
+    decoder: Model,
     drafting: Drafting | None,
     group: TensorGroup,
     budget: int,
@@ -70,7 +69,7 @@ def host_memory(settings: EngineSettings, rank: int) -> memoryview:
     return whole.view[rank * size : (rank + 1) * size]
 
 
-def with_cache_dtype(settings: EngineSettings, checkpoint: Checkpoint, decoder: Decoder | HfDecoder) -> EngineSettings:
+def with_cache_dtype(settings: EngineSettings, checkpoint: Checkpoint, decoder: Model) -> EngineSettings:
     """Settings with the type of keys and values as configured, or, if the checkpoint suggests one that is not possible,
     as computed. Raises CheckpointError if the configured one is not possible."""
     try:
@@ -86,9 +85,9 @@ def with_cache_dtype(settings: EngineSettings, checkpoint: Checkpoint, decoder: 
     return settings
 
 
-def check_small_cache(decoder: Decoder | HfDecoder, kept: CacheDtype) -> None:
+def check_small_cache(decoder: Model, kept: CacheDtype) -> None:
     """Raises CheckpointError if this model's keys and values cannot be kept in 8 bits."""
-    if isinstance(decoder, HfDecoder):
+    if not decoder.keeps_small_cache:
         raise CheckpointError(f"--kv-cache-dtype {kept} is not for a text that transformers computes")
     for spec in (mixer.cache_spec() for mixer in decoder.mixers()):
         if isinstance(spec, IndexedKV):

@@ -3,7 +3,7 @@ its own, any number of sequences go in one batch, and a prompt in any number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
 from llm_service.layers.sparse_attention.index import Chosen, IndexQuery
 from llm_service.layers.tensor_parallel import ALONE, TensorGroup
-from llm_service.models.decoder import Deepstack, kernels_of
+from llm_service.models.decoder import kernels_of
 from llm_service.models.hf.attention import NAME, HfMixer, attend_as_ours, beyond_kernels, layer_of
 from llm_service.models.hf.head import take_layers
 from llm_service.models.hf.index import take_indexers
@@ -32,17 +32,20 @@ from llm_service.models.hf.rotary import turn_by_sequence
 from llm_service.models.hf.states import take_states
 from llm_service.models.hf.step import HfStep, computing
 from llm_service.models.layer_rules import take_tempering
+from llm_service.models.model import Deepstack, MakesBackend
 
 GENERAL = "general"
 """The name of attention by torch, which supports every rule."""
-
-MakesBackend = Callable[[CacheShape], AttentionBackend]
 
 _log = log.get("hf_decoder")
 
 
 class HfDecoder:
-    """Used in place of `Decoder`: embeddings in, hidden states out, and logits on demand."""
+    """Used in place of `Decoder`: embeddings in, hidden states out, and logits on demand. The host looks at prompts."""
+
+    adds_first_level = shares_keys = keeps_small_cache = False
+    decodes_alone = may_wait = True
+    vocabulary = None
 
     def __init__(
         self,
@@ -112,6 +115,26 @@ class HfDecoder:
         text: nn.Module = self._text
         return text
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """See `Model`: none of them is ours."""
+        return nn.ModuleList()
+
+    def compile_layers(self) -> None:
+        """See `Model`."""
+
+    def attention(self, _: str, /) -> MakesBackend:
+        """See `Model`: it knows what is configured, and what its layers need."""
+        return self.backend
+
+    def join(self, embeddings: Tensor, _: Tensor, /) -> Tensor:
+        """See `Model`: no draft head is transformers'."""
+        return embeddings
+
+    def ids_of_layers(self, token_ids: Tensor, _: Iterable[tuple[int, int]], /) -> Tensor:
+        """See `Model`: it tells rows by their tokens."""
+        return token_ids
+
     def weights(self) -> nn.Module:
         """All that has any."""
         return nn.ModuleList((self._text, self._embeddings, *self._tables, self._head))
@@ -134,9 +157,11 @@ class HfDecoder:
         deepstack: Deepstack | None,
         places: Tensor | None = None,
         *,
-        token_ids: Tensor,
+        token_ids: Tensor | None = None,
+        at_places: Sequence[Any] | None = None,  # noqa: ARG002 - no layers share keys, as far as is known
     ) -> Tensor:
         """As `Decoder.forward`; `token_ids` int [n] are for what a model looks up besides embeddings."""
+        assert token_ids is not None, "`ids_of_layers` gives them"
         kept, places_of = self._kept, self._kept.places
         paged: GeneralBatch = batches[places_of[min(kept.keys)]]
         more = self._by_ids.of(token_ids, paged)

@@ -79,7 +79,10 @@ def test_a_type_that_keys_and_values_are_not_computed_in_is_refused() -> None:
 def test_a_suggestion_that_cannot_be_followed_is_left_and_what_is_asked_for_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint, decoder = mock.Mock(config=stated(kv_cache_quant_algo="FP8")), mock.Mock(spec=HfDecoder)
+    checkpoint, decoder = (
+        mock.Mock(config=stated(kv_cache_quant_algo="FP8")),
+        mock.Mock(spec=HfDecoder, keeps_small_cache=False),
+    )
     settings = msgspec.structs.replace(SETTINGS, kv_cache_dtype=CacheDtype.FP8, kv_cache_suggested=True)
     assert rank_memory.with_cache_dtype(settings, checkpoint, decoder).kv_cache_dtype is CacheDtype.AUTO
     assert "the KV cache is not what the checkpoint suggests" in "".join(capsys.readouterr())

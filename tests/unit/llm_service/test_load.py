@@ -193,14 +193,16 @@ def test_the_host_keeps_blocks_where_it_is_told_to(checkpoints: Callable[..., Pa
 )
 def test_caches_that_cannot_be_in_8_bits_are_refused(specs: list[CacheSpec], named: str) -> None:
     mixers = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
+    decoder: Any = SimpleNamespace(mixers=lambda: mixers, keeps_small_cache=True)
     with pytest.raises(CheckpointError, match=named):
-        rank_memory.check_small_cache(SimpleNamespace(mixers=lambda: mixers), CacheDtype.INT8)  # type: ignore[arg-type]
+        rank_memory.check_small_cache(decoder, CacheDtype.INT8)
 
 
 def test_latent_attention_keeps_no_e4m3() -> None:
     mixers = [SimpleNamespace(cache_spec=lambda: PagedKV(4, 1, 40, values_in_keys=32))]
+    decoder: Any = SimpleNamespace(mixers=lambda: mixers, keeps_small_cache=True)
     with pytest.raises(CheckpointError, match="--kv-cache-dtype fp8 is not for latent attention"):
-        rank_memory.check_small_cache(SimpleNamespace(mixers=lambda: mixers), "fp8")  # type: ignore[arg-type]
+        rank_memory.check_small_cache(decoder, CacheDtype.FP8)
 
 
 def test_a_rank_divides_the_cores_while_it_computes_and_looks_before_each_layer(

@@ -20,7 +20,7 @@ from benchmarks.step_host import COLUMNS, NoGraph, measure, runner_of
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.plan import Appended, Chunk, Draw, StepPlan
 from llm_service.request import SamplingParams
-from llm_service.worker import gpu_sampler, model_runner, sampler
+from llm_service.worker import gpu_sampler, input_batch, sampler
 from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.executor import message_of
 from llm_service.worker.model_runner import ModelRunner
@@ -59,8 +59,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         found.append(sum(each.nbytes for each in arrays))
         return to_device(arrays, device)
 
-    to_device = model_runner.to_device
-    for module in (model_runner, gpu_sampler):
+    to_device = input_batch.to_device
+    for module in (input_batch, gpu_sampler):
         monkeypatch.setattr(module, "to_device", counted)
     kernel = gpu_sampler.draw_kernel
     yield found
@@ -133,7 +133,7 @@ def test_blocks_that_are_appended_are_all_that_is_told_of_tables(sizes: list[int
     assert sorted(told) == sorted([*without, "index_copy_"])
     assert len(message_of(more)) - len(message_of(following)) < 20
     assert len(message_of(first)) < 500
-    assert runner._tables._there[2, 226] == 9
+    assert runner._inputs.tables._there[2, 226] == 9
 
 
 def test_places_of_log_probabilities_go_over_as_all_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
