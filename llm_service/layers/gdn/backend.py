@@ -52,8 +52,8 @@ class GdnShape:
         return self.value_heads // self.key_heads
 
     def state(self, dtype: torch.dtype) -> SequenceState:
-        """What is kept of a sequence: the last tokens as they were projected, [channels, width − 1] in the model's
-        type, and every value head's S, [value_heads, key_dim, value_dim] in float32."""
+        """The state of a sequence: the last projected tokens, [channels, width − 1] in the model's type, and every
+        value head's S, [value_heads, key_dim, value_dim] in float32."""
         recurrent = (self.value_heads, self.key_dim, self.value_dim)
         tensors = ((self.channels, self.width - 1), dtype), (recurrent, torch.float32)
         return SequenceState(tensors, chunk=CHUNK)
@@ -72,8 +72,8 @@ class GdnWeights:
 
 @dataclass(frozen=True, slots=True)
 class GdnInput:
-    """What is projected from n tokens: qkv [n, channels], z [n, values], a and b [n, value_heads]. Of each, one
-    token's numbers lie together; tokens may be apart."""
+    """The projections of n tokens: qkv [n, channels], z [n, values], a and b [n, value_heads]. The numbers of a token
+    are contiguous; tokens may be strided."""
 
     qkv: Tensor
     z: Tensor

@@ -1,4 +1,4 @@
-"""Which back end computes gated delta nets: the best that is there."""
+"""Chooses the back end of gated delta nets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_service.layers.recurrent.choose import best_of, gets_through
 
 
 def choose(shape: GdnShape, dtype: torch.dtype, device: torch.device) -> GdnBackend:
-    """See `best_of`; on a GPU chunks are computed by flash-linear-attention where that is installed and runs."""
+    """See `best_of`; on a GPU, chunks are computed by flash-linear-attention if it is installed and runs."""
 
     def numba() -> GdnBackend:
         from llm_service.layers.cpu.gdn_backend import NumbaBackend

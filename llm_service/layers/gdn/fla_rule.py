@@ -1,5 +1,4 @@
-"""Chunks of a gated delta net by the flash-linear-attention library, where it is installed. Half-precision types
-alone.
+"""Chunks of a gated delta net by the flash-linear-attention library, if it is installed. Only half-precision types.
 
 Convolutions, gates, norms and single tokens stay ours: transformers' step has no slots, so states would be copied out
 and back for every token, and neither it nor causal-conv1d convolves packed sequences that have states already.
@@ -24,9 +23,9 @@ from llm_service.layers.gdn.torch_backend import gates
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Runs that are computed together, as none goes on from another: `rows` of the batch; where each begins among them,
-    int64 [r + 1], here and on the host, since transformers asks for it there; `slots` int64 [r]; `fresh` bool [r, 1, 1,
-    1]; of the states behind them number `copied` int64 [c] goes to `copies` int64 [c] as well."""
+    """Runs computed together, none of which continues another: `rows` of the batch; where each begins among them, int64
+    [r + 1], on the device and on the host, where transformers needs it; `slots` int64 [r]; `fresh` bool [r, 1, 1, 1];
+    the states of runs `copied` int64 [c] are also copied to slots `copies` int64 [c]."""
 
     rows: Tensor | slice
     starts: Tensor
@@ -116,7 +115,7 @@ class FlaRule:
 
 
 def find(shape: GdnShape) -> FlaRule | None:
-    """transformers' rule; None where it is not there, or was built for another torch or Triton."""
+    """transformers' rule; None if it is missing, or was built for another torch or Triton."""
     try:
         compute = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except (ImportError, AttributeError):

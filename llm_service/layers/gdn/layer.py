@@ -20,12 +20,12 @@ from llm_service.model_config.state import GateActivation
 from llm_service.model_config.text import TextConfig
 
 _OPEN = 64.0
-"""What SiLU gives as it is, in every type: with all gates at this, what is read comes out times a power of two."""
+"""SiLU returns this unchanged in every type: with all gates at this value, outputs are multiplied by a power of two."""
 
 
 class HeadWeights(nn.Module):
-    """What this rank's heads need besides products. `channels` are its ranges of what is convolved, `values` its range
-    of value heads; see `GdnWeights`."""
+    """The parameters of this rank's heads besides products. `channels` are its ranges of the convolution, `values` its
+    range of value heads; see `GdnWeights`."""
 
     def __init__(self, shape: GdnShape, channels: tuple[slice, ...], values: slice, dtype: torch.dtype) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class GatedDeltaNet(nn.Module):
         )
         own, whole = _rows(values, sizes.value_dim), slice(0, config.hidden_size)
         self.in_proj = PackedLinear(whole, {"in_proj_qkv": channels, "in_proj_z": own}, bias=False, dtype=dtype)
-        gates = {"in_proj_a": values, "in_proj_b": values}  # few, and what they say adds up over a whole prompt
+        gates = {"in_proj_a": values, "in_proj_b": values}  # few weights, whose effect accumulates over a whole prompt
         self.in_proj_ab = PackedLinear(whole, gates, bias=False, dtype=dtype, rounds=False)
         self.heads = HeadWeights(self.shape, channels, values, dtype)
         self.out = PackedLinear(own, {"out_proj": whole}, bias=False, dtype=dtype)
         self._state = self.shape.state(dtype)
 
     def cache_spec(self) -> SequenceState:
-        """The last tokens as they were projected, and what heads have read and written."""
+        """The last projected tokens, and the heads' states."""
         return self._state
 
     def state_backend(self) -> GdnBackend:

@@ -1,4 +1,4 @@
-"""Gated delta nets by torch's operators, for every device and type: what the kernels are held to."""
+"""Gated delta nets by torch's operators, for every device and type: the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TorchBatch:
     def _run_chunks(
         self, run: Segment, out: Tensor, qkv: Tensor, g: Tensor, beta: Tensor, weights: GdnWeights, cache: StateCache
     ) -> None:
-        """One after the other, so that what a chunk makes is still in a processor's cache when it is used."""
+        """One after the other, so that a chunk's intermediates are still in cache when they are used."""
         before, state = cache.read(run)
         state = state.unflatten(0, (-1, self.shape.group))
         for begin in range(run.begin, run.end, CHUNK):
@@ -81,7 +81,7 @@ class TorchBatch:
 
 
 def gates(a: Tensor, b: Tensor, weights: GdnWeights) -> tuple[Tensor, Tensor]:
-    """The logarithm of what is left of a state, and how much of it is made anew: g and β, float32 [n, value_heads]."""
+    """The logarithm of a state's decay, and the update rate: g and β, float32 [n, value_heads]."""
     g = -weights.a_log.float().exp() * softplus(a.float() + weights.dt_bias.float())
     return g, sigmoid(b.float()).to(b.dtype).float()
 
@@ -102,7 +102,7 @@ def unit(x: Tensor) -> Tensor:
 def step(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """One token of each of s sequences → what is read, float32 [s, key_heads, group, value_dim].
 
-    Heads as `heads` gives them; g and beta [s, key_heads, group]; state [s, key_heads, group, key_dim, value_dim] is
+    Heads as returned by `heads`; g and beta [s, key_heads, group]; state [s, key_heads, group, key_dim, value_dim] is
     changed.
     """
     state *= g.exp()[..., None, None]

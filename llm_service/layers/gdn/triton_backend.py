@@ -21,13 +21,13 @@ from llm_service.layers.recurrent.metadata import RecurrentMetadata
 from llm_service.layers.recurrent.segments import split
 
 _KEYS = (64, 32)
-"""Places of keys that are multiplied at once, in 16 bits and in float32, which takes more registers."""
+"""Key dimensions multiplied at once, in 16 bits and in float32, which takes more registers."""
 _EXACT = "tf32x3"
-"""Products of float32 on tensor cores, in three parts: what is exact otherwise has no room in registers."""
+"""Float32 products on tensor cores in three parts: exact ones do not fit into registers."""
 INVERT: dict[str, Any] = {"NEAR": CHUNK // 4, "EXACT": _EXACT, "num_warps": 1}
 """Constants and options of `invert_kernel`, which is exact in all types; its blocks are small."""
 _PART = (32, 16)
-"""Columns of a state that one program takes through a run, likewise: few, so that one sequence has programs for many
+"""Columns of a state per program, in 16 bits and in float32: few, so that one sequence has programs for many
 multiprocessors."""
 
 
@@ -62,13 +62,13 @@ class KernelConstants:
 
     @property
     def system(self) -> dict[str, Any]:
-        """Those of `system_kernel`."""
+        """Constants and options of `system_kernel`."""
         part = min(_KEYS[self.exact], self.heads["KEYS"])
         return {**self.heads, "PART": part, "TILE": CHUNK, "PRECISION": self._precision, "num_warps": 4}
 
     @property
     def scan(self) -> dict[str, Any]:
-        """Those of `scan_kernel`, which has no room for a tile that is fetched ahead."""
+        """Constants and options of `scan_kernel`, which has no room to prefetch a tile."""
         options = {"num_warps": 8 if self.exact else 4, "num_stages": 1}
         return {**self.heads, "PART": self.part, "TILE": CHUNK, "PRECISION": self._precision, **options}
 
@@ -83,7 +83,7 @@ class KernelConstants:
 
 
 class TritonBackend(RecurrentKernelBackend[RecurrentMetadata, "TritonBatch"]):
-    """Makes batches for the kernels, compiled for one shape and type. `rule` computes chunks in place of ours."""
+    """Makes batches for the kernels, compiled for one shape and type. `rule` computes chunks instead of ours."""
 
     def __init__(self, shape: GdnShape, dtype: torch.dtype, device: torch.device, rule: FlaRule | None = None) -> None:
         super().__init__(RecurrentMetadata, device)
@@ -104,7 +104,7 @@ class TritonBackend(RecurrentKernelBackend[RecurrentMetadata, "TritonBatch"]):
 
 @dataclass(frozen=True, slots=True)
 class TritonBatch:
-    """A batch of the kernels; nothing in them waits for the device, so a graph may capture what has no `rule`, which
+    """A batch of the kernels, which never wait for the device, so graphs may capture it, unless it has a `rule`, which
     computes chunks in `rounds`."""
 
     metadata: RecurrentMetadata

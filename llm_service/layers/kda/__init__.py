@@ -1,1 +1,1 @@
-"""Kimi Delta Attention: a gated delta net each of whose channels fades by itself (Kimi Team 2025, Kimi Linear)."""
+"""Kimi Delta Attention: a gated delta net with a decay for each channel (Kimi Team 2025, Kimi Linear)."""

@@ -42,14 +42,14 @@ class KdaShape:
         return 3 * self.values
 
     def state(self, dtype: torch.dtype) -> SequenceState:
-        """What is kept of a sequence, as of a gated delta net of as many heads of keys."""
+        """The state of a sequence, like that of a gated delta net with as many key heads."""
         return GdnShape(self.heads, self.heads, self.head_dim, self.head_dim, self.width).state(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class KdaWeights:
     """conv [channels, width], a_log [heads] and dt_bias [values], all float32; gain [head_dim], and the eps of its
-    norm. `least` is what g is never below, None: g has no bound."""
+    norm. `least` is the lower bound of g, None: no bound."""
 
     conv: Tensor
     a_log: Tensor
@@ -61,8 +61,8 @@ class KdaWeights:
 
 @dataclass(frozen=True, slots=True)
 class KdaInput:
-    """What is projected from n tokens: qkv [n, channels], z and a [n, values], b [n, heads]. Of each, one token's
-    numbers lie together; tokens may be apart."""
+    """The projections of n tokens: qkv [n, channels], z and a [n, values], b [n, heads]. The numbers of a token are
+    contiguous; tokens may be strided."""
 
     qkv: Tensor
     z: Tensor

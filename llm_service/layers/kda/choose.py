@@ -1,4 +1,4 @@
-"""Which back end computes Kimi Delta Attention: the best that is there."""
+"""Chooses the back end of Kimi Delta Attention."""
 
 from __future__ import annotations
 

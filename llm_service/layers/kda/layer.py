@@ -19,7 +19,7 @@ from llm_service.model_config.text import TextConfig
 
 
 class KimiDeltaWeights(nn.Module):
-    """What this rank's `heads` need besides products, of which `channels` are its ranges of what is convolved; see
+    """The parameters of this rank's `heads` besides products; `channels` are its ranges of the convolution; see
     `KdaWeights`."""
 
     def __init__(self, shape: KdaShape, channels: tuple[slice, ...], heads: slice) -> None:
@@ -49,8 +49,8 @@ class KimiDeltaWeights(nn.Module):
 
 
 class KimiDeltaAttention(nn.Module):
-    """Heads are split over ranks. What fades, and gates, are made by way of as many numbers as a head has, which each
-    rank computes."""
+    """Heads are split over ranks. Decays and gates are made through as many numbers as a head has, which each rank
+    computes."""
 
     stored_as: ClassVar[str] = "self_attn"
 
@@ -63,7 +63,7 @@ class KimiDeltaAttention(nn.Module):
         self._eps, self._least, self._dtype = config.norm_eps, sizes.least, dtype
         self.shape = KdaShape(length(own), dim, sizes.width)
         whole, narrow, linear = slice(0, config.hidden_size), slice(0, dim), partial(PackedLinear, bias=False)
-        short = partial(linear, dtype=dtype, rounds=False)  # few, and what they say adds up over a whole prompt
+        short = partial(linear, dtype=dtype, rounds=False)  # few weights, whose effect accumulates over a whole prompt
         self.qkv = linear(whole, {f"{each}_proj": values for each in "qkv"}, dtype=dtype)
         self.narrow = short(whole, {"forget_gate.f_a_proj": narrow, "g_a_proj": narrow})
         self.fading = short(narrow, {"forget_gate.f_b_proj": values})
@@ -75,7 +75,7 @@ class KimiDeltaAttention(nn.Module):
         self._state = self.shape.state(dtype)
 
     def cache_spec(self) -> SequenceState:
-        """The last tokens as they were projected, and what heads have read and written."""
+        """The last projected tokens, and the heads' states."""
         return self._state
 
     def state_backend(self) -> KdaBackend:

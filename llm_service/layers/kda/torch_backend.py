@@ -18,10 +18,10 @@ from llm_service.layers.recurrent.convolution import Steps, convolve_run, convol
 from llm_service.layers.recurrent.segments import FEW, split
 
 _NEAR = 16
-"""Tokens of which each pair is multiplied place by place, with what is left of each. Of those further apart both are
-multiplied with what is left up to a token between them: no power of e is above 1, so none grows too large."""
+"""Tokens whose pairs are multiplied elementwise, with the decay between them. For tokens further apart, both are
+multiplied with the decay up to a token between them, so that no exponential exceeds 1."""
 _LOWEST = -81.0
-"""e to this, and its inverse, times what keys and queries have, are numbers of float32."""
+"""float32 can represent e to this and its inverse, times the values of keys and queries."""
 
 
 class TorchBackend:
@@ -41,7 +41,7 @@ class TorchBackend:
 
 @dataclass(frozen=True, slots=True)
 class TorchBatch:
-    """A batch of torch's operators: runs, and behind these rounds of single tokens."""
+    """A batch of torch's operators: runs, followed by rounds of single tokens."""
 
     shape: KdaShape
     runs: tuple[Segment, ...]
@@ -81,14 +81,14 @@ class TorchBatch:
         recurrent[steps.slots] = states
 
     def _heads(self, mixed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """What is convolved, float32 [m, channels] → queries and keys, each 1 long, queries over √head_dim, and values,
-        float32 [m, heads, head_dim] each, of numbers as a model of this type has them."""
+        """The convolution's output, float32 [m, channels] → queries and keys, normalised to length 1, queries divided
+        by √head_dim, and values, float32 [m, heads, head_dim] each, rounded as in a model of this type."""
         query, key, value = silu(mixed).to(dtype).float().unflatten(1, (3, self.shape.heads, -1)).unbind(1)
         return unit(query) * self.shape.head_dim**-0.5, unit(key), value
 
 
 def fading(a: Tensor, weights: KdaWeights) -> Tensor:
-    """a [n, values] → the logarithm of what is left of a state: g, float32 [n, heads, head_dim]."""
+    """a [n, values] → the logarithm of a state's decay: g, float32 [n, heads, head_dim]."""
     heads = len(weights.a_log)
     moved = (a.float() + weights.dt_bias.float()).unflatten(1, (heads, -1))
     rate = weights.a_log.float().exp().unsqueeze(1)
@@ -96,7 +96,7 @@ def fading(a: Tensor, weights: KdaWeights) -> Tensor:
 
 
 def learned(b: Tensor) -> Tensor:
-    """b [n, heads] → how much of a state is made anew: β, float32 [n, heads]."""
+    """b [n, heads] → the update rate: β, float32 [n, heads]."""
     return sigmoid(b.float()).to(b.dtype).float()
 
 
@@ -133,9 +133,9 @@ def chunk(
 
 
 def products(query: Tensor, key: Tensor, g: Tensor, least: float | None) -> tuple[Tensor, Tensor]:
-    """Of each token with those up to itself, of what is left of these: its key's and its query's products with their
-    keys, float32 [heads, m, m] each, 0 with those behind it. Sums of g are short ones where it matters: what is left of
-    near tokens is told from no difference of large numbers."""
+    """For each token and those up to itself, with the decay between them: products of its key and of its query with
+    their keys, float32 [heads, m, m] each, 0 for later ones. Sums of g are short where it matters, so that decays of
+    near tokens are not differences of large numbers."""
     heads, count, _ = key.shape
     both, total = torch.stack([key, query]), g.cumsum(1)
     found = both.new_zeros(2, heads, count, count)
@@ -152,9 +152,9 @@ def products(query: Tensor, key: Tensor, g: Tensor, least: float | None) -> tupl
 
 
 def near_products(both: Tensor, own: Tensor, least: float | None) -> Tensor:
-    """The same of few tokens alone: keys and queries [2, heads, m, head_dim], and sums of g from the first one on,
-    [heads, m, head_dim] → [2, heads, m, m]. Where no sum can be so low that float32 lacks its power of e or the
-    inverse of that, one is put on either side."""
+    """The same for few tokens: keys and queries [2, heads, m, head_dim], and sums of g from the first one on, [heads,
+    m, head_dim] → [2, heads, m, m]. If no sum is so low that float32 cannot represent its exponential and the inverse,
+    each factor is applied to one side."""
     if least is not None and least * own.shape[1] > _LOWEST:
         left = own.exp()
         return ((both * left) @ (both[0] / left).transpose(1, 2)).tril_()

@@ -21,9 +21,9 @@ from llm_service.layers.recurrent.kernel_backend import RecurrentKernelBackend
 from llm_service.layers.recurrent.metadata import RecurrentMetadata
 
 _NEAR = 16
-"""Tokens of which each pair is multiplied place by place."""
+"""Tokens whose pairs are multiplied elementwise."""
 _KEYS = 32
-"""Places of keys that are multiplied at once."""
+"""Key dimensions multiplied at once."""
 _PART = 16
 """Columns of a state that one program takes through a run: few, so that one sequence has programs for many
 multiprocessors."""
@@ -51,19 +51,19 @@ class KdaConstants:
 
     @property
     def pairs(self) -> dict[str, Any]:
-        """Those of `kda_pairs_kernel`."""
+        """Constants and options of `kda_pairs_kernel`."""
         part = min(_KEYS, self.heads["DIMS"])
         sizes = {"PART": part, "TILE": CHUNK, "NEAR": _NEAR}
         return {**self.heads, **sizes, "PRECISION": self._precision, "num_warps": 4}
 
     @property
     def fade(self) -> dict[str, Any]:
-        """Those of `kda_fade_kernel`."""
+        """Constants and options of `kda_fade_kernel`."""
         return {**self.heads, "TILE": CHUNK, "num_warps": 8}
 
     @property
     def scan(self) -> dict[str, Any]:
-        """Those of `kda_scan_kernel`, which has no room for a tile that is fetched ahead."""
+        """Constants and options of `kda_scan_kernel`, which has no room to prefetch a tile."""
         heads = self.heads
         sizes = {"HALF": max(16, heads.pop("DIMS") // 2), "PART": _PART, "TILE": CHUNK}
         return {**heads, **sizes, "PRECISION": self._precision, "num_warps": 4, "num_stages": 1}

@@ -1,1 +1,1 @@
-"""Mamba-2: state space layers whose states decay by one number for a head (Dao and Gu 2024)."""
+"""Mamba-2: state space layers with one decay for each head (Dao and Gu 2024)."""

@@ -54,8 +54,8 @@ class Mamba2Shape:
         return self.heads // self.groups
 
     def state(self, dtype: torch.dtype) -> SequenceState:
-        """What is kept of a sequence: the last tokens as they were projected, [channels, width − 1] in the model's
-        type, and every head's S, [heads, state, head_dim] in float32."""
+        """The state of a sequence: the last projected tokens, [channels, width − 1] in the model's type, and every
+        head's S, [heads, state, head_dim] in float32."""
         recurrent = (self.heads, self.state_dim, self.head_dim)
         tensors = ((self.channels, self.width - 1), dtype), (recurrent, torch.float32)
         return SequenceState(tensors, chunk=CHUNK)
@@ -77,8 +77,8 @@ class Mamba2Weights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Input:
-    """What is projected from n tokens: z [n, values], xbc [n, channels], dt [n, heads]. Of each, one token's numbers
-    lie together; tokens may be apart."""
+    """The projections of n tokens: z [n, values], xbc [n, channels], dt [n, heads]. The numbers of a token are
+    contiguous; tokens may be strided."""
 
     z: Tensor
     xbc: Tensor

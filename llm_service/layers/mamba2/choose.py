@@ -1,4 +1,4 @@
-"""Which back end computes Mamba-2: the best that is there."""
+"""Chooses the back end of Mamba-2."""
 
 from __future__ import annotations
 

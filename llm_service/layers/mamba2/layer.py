@@ -20,8 +20,8 @@ from llm_service.model_config.text import TextConfig
 
 
 class Mamba2Heads(nn.Module):
-    """What this rank's heads need besides products. `channels` are its ranges of what is convolved, `heads` its range
-    of heads, and `values` that of what they give; see `Mamba2Weights`."""
+    """The parameters of this rank's heads besides products. `channels` are its ranges of the convolution, `heads` its
+    range of heads, and `values` that of their outputs; see `Mamba2Weights`."""
 
     def __init__(
         self, sizes: Mamba2Config, channels: tuple[slice, ...], heads: slice, values: slice, dtype: torch.dtype
@@ -80,7 +80,7 @@ class Mamba2(nn.Module):
         self._state = self.shape.state(dtype)
 
     def cache_spec(self) -> SequenceState:
-        """The last tokens as they were projected, and what heads have written."""
+        """The last projected tokens, and the heads' states."""
         return self._state
 
     def state_backend(self) -> Mamba2Backend:
@@ -113,5 +113,5 @@ def _numbers(parts: slice, each: int) -> slice:
 
 
 def _from(first: int, part: slice) -> slice:
-    """A range that is counted from so far behind."""
+    """A range shifted by `first`."""
     return slice(first + part.start, first + part.stop)

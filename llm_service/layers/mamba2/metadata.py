@@ -1,4 +1,4 @@
-"""What kernels need to know of a batch of Mamba-2 layers, as tensors on the device."""
+"""Metadata of a batch of Mamba-2 layers for kernels, as tensors on the device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llm_service.layers.recurrent.metadata import RecurrentMetadata, packed_of
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Metadata:
-    """`tables` says where tokens are and what they go on from, as for gated delta nets; `answers` int32 [n] is 1 for
-    those of answers. All of it lies in `packed`, in this order."""
+    """`tables` says where tokens are and what they continue from, as for gated delta nets; `answers` int32 [n] is 1 for
+    tokens of answers. All of it is in `packed`, in this order."""
 
     tables: RecurrentMetadata
     answers: Tensor
@@ -38,19 +38,19 @@ class Mamba2Metadata:
 
     @classmethod
     def padding(cls, tokens: int, sequences: int, device: torch.device, *, decodes_only: bool) -> Mamba2Metadata:
-        """Room for any segments, as `RecurrentMetadata.padding`. What stands in it is padding."""
+        """Room for any segments, as `RecurrentMetadata.padding`, filled with padding."""
         tables = RecurrentMetadata.padding(tokens, sequences, device, decodes_only=decodes_only)
         packed = torch.cat([tables.packed, tables.packed.new_zeros(tokens)])
         return cls._over(packed, len(tables.packed), tables.counts)
 
     @classmethod
     def _over(cls, packed: Tensor, size: int, counts: Sequence[int]) -> Mamba2Metadata:
-        """Over so many numbers of tables, of so many steps, runs and tiles, and what follows."""
+        """Over `size` numbers of tables, of so many steps, runs and tiles, and what follows."""
         own, answers = packed.split([size, len(packed) - size])
         return cls(RecurrentMetadata.over(own, counts), answers, packed)
 
     def numbers(self, segments: Sequence[Segment]) -> np.ndarray:
-        """What is to stand in `packed` for a step."""
+        """The content of `packed` for a step."""
         return _packed(self.tables.numbers(segments), segments, len(self.answers))
 
 

@@ -1,4 +1,4 @@
-"""Mamba-2 by torch's operators, for every device and type: what kernels are held to."""
+"""Mamba-2 by torch's operators, for every device and type: the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TorchBatch:
         weights: Mamba2Weights,
         cache: StateCache,
     ) -> None:
-        """One after the other, so that what a chunk makes is still in a processor's cache when it is used."""
+        """One after the other, so that a chunk's intermediates are still in cache when they are used."""
         before, state = cache.read(run)
         state = state.unflatten(0, (-1, self.shape.group))
         for begin in range(run.begin, run.end, CHUNK):
@@ -111,7 +111,7 @@ class TorchBatch:
 
 
 def steps_of(dt: Tensor, weights: Mamba2Weights, floors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Δ, and the logarithm of what is left of a state: float32 [n, heads] each."""
+    """Δ, and the logarithm of a state's decay: float32 [n, heads] each."""
     delta = softplus(dt.float() + weights.dt_bias.float())
     if floors is not None:
         delta = torch.maximum(delta, floors)
@@ -119,7 +119,8 @@ def steps_of(dt: Tensor, weights: Mamba2Weights, floors: Tensor | None) -> tuple
 
 
 def heads(shape: Mamba2Shape, mixed: Tensor, weights: Mamba2Weights) -> tuple[Tensor, Tensor, Tensor]:
-    """What was convolved [m, channels] → x [m, groups, group, head_dim], B and C [m, groups, 1, state], float32."""
+    """The convolution's output [m, channels] → x [m, groups, group, head_dim], B and C [m, groups, 1, state],
+    float32."""
     opened = silu(mixed.float() + weights.conv_bias.float())
     x, key, query = opened.split([shape.values, shape.keys, shape.keys], dim=1)
     key, query = (each.unflatten(1, (shape.groups, 1, shape.state_dim)) for each in (key, query))
@@ -134,7 +135,7 @@ def by_head(d: Tensor, shape: Mamba2Shape) -> Tensor:
 def step(values: Tensor, key: Tensor, query: Tensor, decay: Tensor, state: Tensor) -> Tensor:
     """One token of each of s sequences → what is read, float32 [s, groups, group, head_dim].
 
-    values, Δ · x, as what is read; key and query [s, groups, 1, state], decay [s, groups, group]; state [s, groups,
+    values, Δ · x, has the same shape; key and query [s, groups, 1, state], decay [s, groups, group]; state [s, groups,
     group, state, head_dim] is changed.
     """
     state *= decay.exp()[..., None, None]
@@ -143,11 +144,10 @@ def step(values: Tensor, key: Tensor, query: Tensor, decay: Tensor, state: Tenso
 
 
 def chunk(values: Tensor, key: Tensor, query: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """m tokens of a sequence at once → what they read, float32 [groups, group, m, head_dim], and the state behind
-    them.
+    """m tokens of a sequence at once → what they read, float32 [groups, group, m, head_dim], and the state behind them.
 
-    values, Δ · x, as what is read; key and query [groups, 1, m, state], decay [groups, group, m], state [groups, group,
-    state, head_dim].
+    values, Δ · x, has the same shape; key and query [groups, 1, m, state], decay [groups, group, m], state [groups,
+    group, state, head_dim].
     """
     count = key.shape[-2]
     total = decay.cumsum(-1).unsqueeze(-1)

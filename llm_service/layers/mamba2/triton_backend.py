@@ -49,13 +49,13 @@ class Mamba2Constants:
 
     @property
     def scan(self) -> dict[str, Any]:
-        """Those of `mamba2_scan_kernel`."""
+        """Constants and options of `mamba2_scan_kernel`."""
         precision = _EXACT if self.exact else "tf32"
         return {**self.heads, "PART": self.part, "TILE": CHUNK, "PRECISION": precision, "num_warps": 8, "num_stages": 1}
 
     @property
     def norm(self) -> dict[str, Any]:
-        """Those of `group_norm_kernel`."""
+        """Constants and options of `group_norm_kernel`."""
         size = self.shape.values // self.shape.groups
         return {"GROUPS": self.shape.groups, "SIZE": size, "BLOCK": triton.next_power_of_2(size), "num_warps": 4}
 

@@ -1,4 +1,4 @@
-"""Which back end computes layers that read and write a state for each token: the best that is there."""
+"""Chooses the back end of layers that read and write a state for each token."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def best_of(
     runs: Callable[[Backend], bool],
     plain: Callable[[], Backend],
 ) -> Backend:
-    """numba's kernel on a CPU; on a GPU the first of Triton's that `runs`; else torch's operators, which are `plain`.
-    What makes a back end imports it: neither package is everywhere."""
+    """numba's kernel on a CPU; on a GPU the first of Triton's that `runs`; else torch's operators, `plain`. Factories
+    import their back end, since neither package is always installed."""
     if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
         return numba()
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
@@ -43,8 +43,8 @@ def gets_through(
     weights: Weights_contra,
     cache: StateCache,
 ) -> bool:
-    """Whether a back end of such layers gets through a token and through a prompt of two, which are `given`, with room
-    for two sequences: a package, a driver or a compiler may be too old, or not be there."""
+    """Whether a back end computes a token and a prompt of two tokens, which are `given`, with room for two sequences: a
+    package, a driver or a compiler may be too old, or missing."""
     segments = [Segment(0, 1, 0, fresh=True, answers=1), Segment(1, 3, 1, fresh=True)]
     try:
         backend.batch(segments).run(given, weights, cache).sum().item()

@@ -1,4 +1,4 @@
-"""What back ends by our own Triton kernels share: batches follow metadata, which may be filled anew for a graph."""
+"""What back ends with our own Triton kernels share: batches follow metadata, which can be refilled for a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels need to know of a batch of layers with states, as tensors on the device."""
+"""Metadata of a batch of layers with states for kernels, as tensors on the device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from llm_service.layers.recurrent.backend import CHUNK
 from llm_service.layers.recurrent.segments import split
 
 NOBODY = -1
-"""Stands for a slot or a run where there is none: nothing is read or written."""
+"""Marks a missing slot or run: nothing is read or written."""
 _WIDTHS = (3, 5, 3)
 """Numbers of a step, of a run, and of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentMetadata:
-    """All int32: `steps` [s, 3] (row, slot, fresh), `runs` [r, 5] (begin, end, slot, fresh, first tile) and `tiles`
-    [t, 3] (run, first token, copy), CHUNK tokens each, those of a run one after the other: the state behind a tile goes
-    to its copy as well. A step or a run of slot NOBODY, and a tile of run NOBODY, are padding. All of it lies in
-    `packed`, in this order, each from an aligned place on."""
+    """All int32: `steps` [s, 3] (row, slot, fresh), `runs` [r, 5] (begin, end, slot, fresh, first tile) and `tiles` [t,
+    3] (run, first token, copy), CHUNK tokens each, consecutive for a run: the state behind a tile is also copied to its
+    `copy`. A step or run with slot NOBODY, and a tile with run NOBODY, are padding. All of it is in `packed`, in this
+    order, each part aligned."""
 
     steps: Tensor
     runs: Tensor
@@ -62,7 +62,7 @@ class RecurrentMetadata:
 
     @classmethod
     def over(cls, packed: Tensor, counts: Sequence[int]) -> RecurrentMetadata:
-        """Over numbers as `packed` has them, of so many steps, runs and tiles."""
+        """Over numbers in the form of `packed`, with so many steps, runs and tiles."""
         parts = packed.split(_sizes(counts))
         steps, runs, tiles = (
             part[: width * count].view(-1, width) for part, width, count in zip(parts, _WIDTHS, counts, strict=True)
@@ -75,12 +75,13 @@ class RecurrentMetadata:
         return [len(each) for each in (self.steps, self.runs, self.tiles)]
 
     def numbers(self, segments: Sequence[Segment]) -> np.ndarray:
-        """What is to stand in `packed` for a step: its metadata at the beginnings, padding behind them."""
+        """The content of `packed` for a step: its metadata, followed by padding in each part."""
         return _packed(_arrays(segments), self.counts)
 
 
 def packed_of(segments: Sequence[Segment]) -> tuple[np.ndarray, list[int]]:
-    """What `RecurrentMetadata.packed` has of a step's segments, int32, and how many steps, runs and tiles these are."""
+    """The content of `RecurrentMetadata.packed` for a step's segments, int32, and the numbers of steps, runs and
+    tiles."""
     arrays = _arrays(segments)
     counts = [len(each) for each in arrays]
     return _packed(arrays, counts), counts

@@ -1,4 +1,4 @@
-"""Which of a step's tokens are computed chunk by chunk, and which one by one."""
+"""Divides a step's tokens into those computed in chunks and those computed one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.recurrent.backend import CHUNK
 
 FEW = 16
-"""Drafts that cost a CPU less one by one than as a chunk."""
+"""Drafts up to this number cost a CPU less one by one than as a chunk."""
 
 
 def split(segments: Sequence[Segment], few: int = 0) -> tuple[list[Segment], list[list[Segment]]]:
