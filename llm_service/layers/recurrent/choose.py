@@ -52,7 +52,3 @@ def gets_through(
         _log.warning("a back end does not run here", layers=layers, backend=backend.name, cause=str(error)[:500])
         return False
     return True
-
-
-CHUNK = 64
-"""Tokens of a sequence that are computed at once. A sequence that is cut at multiples of these gives the same bits."""
