@@ -1,12 +1,12 @@
-# One image for all: `python -m encoder_service …`, `python -m llm_service …`, `python -m gateway …`, and `twinlens`.
+# One image for all programs: `python -m encoder_service …`, `python -m llm_service …`, `python -m gateway …`, and `twinlens`.
 #
-# What pip installs is decided by its own settings: build arguments for an index, or a pip.conf mounted at
-# /etc/pip.conf. The default torch is whichever those settings offer for this platform.
+# pip's own settings decide what it installs: build arguments for an index, or a pip.conf mounted at /etc/pip.conf. The
+# default torch is the one that they offer for this platform.
 ARG PYTHON_IMAGE=python:3.11-slim
 # For GPUs `gcc libc6-dev`: Triton builds its kernels with a C compiler when a service starts.
 ARG PACKAGES=
 
-# The dependencies change more rarely than the sources: they are a layer of their own, here and where the image is pulled.
+# Dependencies change more rarely than sources, so they are a separate layer, for builds and pulls.
 FROM ${PYTHON_IMAGE} AS dependencies
 ARG PIP_EXTRA_INDEX_URL=
 ARG TORCH=torch
@@ -26,14 +26,14 @@ RUN /opt/twinlens/bin/pip install 'pip>=25.1' \
       /opt/twinlens/bin/pip install --no-compile --constraint constraints.txt --no-build-isolation ${GPU_REQUIREMENTS}; fi \
  && if [ -n "${TRANSFORMERS_REQUIREMENTS}" ]; then \
       /opt/twinlens/bin/pip install --no-compile --constraint constraints.txt ${TRANSFORMERS_REQUIREMENTS}; fi
-# What the services never open: tests, and headers where there is no compiler that could read them.
+# Removes what services never open: tests, and headers if there is no compiler.
 RUN cd /opt/twinlens/lib/python3*/site-packages \
  && rm -rf torch/test torch/bin/protoc* torch/bin/test_* torch/bin/*_test numba/tests networkx/*/tests networkx/*/*/tests \
  && find sympy numpy -type d -name tests -prune -exec rm -rf {} + \
  && if [ -z "${PACKAGES}" ]; then rm -rf torch/include; fi \
  && find . -name __pycache__ -type d -prune -exec rm -rf {} +
-# Bytecode of what the services load, and of nothing else: where it is missing, as where the image is read-only, each
-# process would compile these modules again.
+# Bytecode of the modules that services load, and no others: without it, each process in a read-only image would compile
+# them again.
 COPY deploy/image/loaded.py ./
 RUN /opt/twinlens/bin/python loaded.py && /opt/twinlens/bin/pip uninstall --yes pip
 
@@ -46,8 +46,8 @@ COPY common common
 COPY encoder_service encoder_service
 COPY llm_service llm_service
 COPY gateway gateway
-# With the pip of another environment; the image has none. And what is in the image besides Debian's packages, of which
-# it has a list of its own, as CycloneDX.
+# Uses another environment's pip, since the image has none. Writes a CycloneDX list of the image's packages; Debian's have
+# their own list.
 RUN python3 -m venv /opt/tools && /opt/tools/bin/pip install 'pip>=25.1' cyclonedx-bom \
  && /opt/tools/bin/pip --python /opt/twinlens/bin/python install --no-deps --prefix /opt/own . ./wheels/services \
  && cp -r /opt/own/. /opt/twinlens \
@@ -57,13 +57,13 @@ FROM ${PYTHON_IMAGE}
 ARG PACKAGES
 RUN if [ -n "${PACKAGES}" ]; then apt-get update && apt-get install --yes --no-install-recommends ${PACKAGES} \
  && rm -rf /var/lib/apt/lists/*; fi
-# The cache folder, that of local sockets and that of compiled kernels are there, and the user's, so that volumes over
-# them can be written. What numba compiles for the processor at hand is kept in /tmp, which can be written even where
-# nothing else can, unless NUMBA_CACHE_DIR names a volume.
+# The folders of caches, local sockets and compiled kernels exist and belong to the user, so that volumes over them are
+# writable. numba keeps compiled kernels in /tmp, which is writable even in a read-only image, unless NUMBA_CACHE_DIR
+# names a volume.
 RUN useradd --create-home --shell /usr/sbin/nologin --uid 10001 twinlens \
  && install -d -o twinlens /home/twinlens/.cache/huggingface /srv/local /srv/kernels
 COPY --from=dependencies /opt/twinlens /opt/twinlens
-# The embedded checkpoint; another is mounted over it or named with --model.
+# The embedded checkpoint; mount another over it, or name one with --model.
 COPY models /srv/models
 COPY --from=build /opt/own /opt/twinlens
 ENV PATH=/opt/twinlens/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NUMBA_CACHE_DIR=/tmp/numba
@@ -71,7 +71,7 @@ USER 10001
 WORKDIR /srv
 EXPOSE 7001 7002 8000
 CMD ["twinlens", "--help"]
-# Last, since they change with every commit: `make dist` gives the first two.
+# Last, since they change with every commit; `make dist` sets the first two.
 ARG VERSION=
 ARG REVISION=
 ARG SOURCE=

@@ -1,9 +1,9 @@
 #!/bin/sh
 # tools/gpu_day.sh PARTS… [options of benchmarks.gpu_day]: parts, 1 to 4, of the first day on a GPU, as far as nine minutes go.
-# PYTHON is that machine's own, with torch; tools/gpu_environment.sh gives it what it lacks.
-# Results stay in build/gpu_day; where OUT names a folder, they are put there in one archive, gpu_day.tar.gz, after each
-# section and once more at the end, so that a part that is killed has lost no more than the section that it was in. On a
-# machine that has none of them, put that archive into build/gpu_day as before.tar.gz: what it says is not run again.
+# PYTHON is the machine's own, with torch; tools/gpu_environment.sh adds what it lacks. Results stay in build/gpu_day. If
+# OUT names a folder, an archive of them, gpu_day.tar.gz, goes there after each section and at the end, so that a killed
+# part loses at most its current section. On another machine, put that archive into build/gpu_day as before.tar.gz:
+# sections in it are not run again.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# tools/gpu_wheels.sh [FOLDER]: downloads what a GPU machine without internet lacks beside torch, Triton and
-# transformers, as wheels for its Python 3.12. With the sources they have to stay below 64 MiB, to be carried there.
+# tools/gpu_wheels.sh [FOLDER]: downloads what a GPU machine without internet needs besides torch, Triton and
+# transformers, as wheels for its Python 3.12. Together with the sources they must stay below 64 MiB.
 set -eu
 cd "$(dirname "$0")/.."
 folder="${1:-build/gpu_day/wheels}"

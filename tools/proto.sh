@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Generates the Python stubs in twinlens/v1 from proto/. Usage: tools/proto.sh [OUT_DIR]   (default: the repository root)
 #
-# The generator has an environment of its own, so that its version, not the services', decides which protobuf runtimes
-# can load the stubs: grpcio-tools 1.76 writes code for protobuf 6.31, which every runtime since then accepts.
+# The generator has a separate environment, so that its version, not the services', decides which protobuf runtimes can
+# load the stubs: grpcio-tools 1.76 generates code for protobuf 6.31, which every later runtime accepts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.}

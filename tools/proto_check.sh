@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fails if the stubs in twinlens/v1 are not what tools/proto.sh makes of proto/ now.
+# Fails if the stubs in twinlens/v1 differ from what tools/proto.sh generates.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fresh=$(mktemp -d)
