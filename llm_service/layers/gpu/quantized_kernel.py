@@ -110,8 +110,9 @@ def product_kernel(
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     TYPE: tl.constexpr = x.dtype.element_ty
     HALF: tl.constexpr = 2 if FORM >= UINT4 else 1
-    # An e2m1 times an e4m3 scale, both as `_numbers` has them, is too small for float16; so much larger it is exact.
-    LARGER: tl.constexpr = 262144.0 if FORM == E2M1 and E4M3_SCALES and not COLUMNS else 1.0
+    # As `_numbers` has e2m1 and e4m3, they are too small for float16 once they are multiplied with scales.
+    SHARE: tl.constexpr = 16384.0 if FORM == E2M1 else 256.0 if FORM == E4M3 else 1.0
+    LARGER: tl.constexpr = 1.0 if COLUMNS else SHARE * 256.0 if FORM == E2M1 and E4M3_SCALES else SHARE
     expert, base = 0, codes
     first, last = tile * ROWS, m
     if EXPERTS:

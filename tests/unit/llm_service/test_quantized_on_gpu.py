@@ -94,15 +94,26 @@ def test_groups_of_the_sizes_that_checkpoints_have(weight: QuantizedWeight, tile
     check(laid_out, weight.wide(), rows)
 
 
-@pytest.mark.parametrize("largest", [1.5, 448.0])
-def test_weights_in_small_groups_lose_nothing_in_float16(largest: float) -> None:
+@pytest.mark.parametrize(
+    ("weight", "largest"),
+    [
+        (random_weight(Number.E2M1, 72, 160, columns=16, scale=torch.float8_e4m3fn), 1.5),
+        (random_weight(Number.E2M1, 72, 160, columns=16, scale=torch.float8_e4m3fn), 448.0),
+        (random_weight(Number.E2M1, 72, 160, columns=32, before=5, scale=torch.float32), 1e-2),
+        (random_weight(Number.E4M3, 200, 300, columns=128, rows=128, before=17, scale=torch.float32), 1e-5),
+    ],
+    ids=lambda each: each.number.value if isinstance(each, QuantizedWeight) else str(each),
+)
+def test_weights_in_small_or_odd_groups_are_as_precise_as_others_in_float16(
+    weight: QuantizedWeight, largest: float
+) -> None:
     """Which has fewer exponents than a product of a number and its scale may have."""
-    weight = random_weight(Number.E2M1, 72, 160, columns=16, scale=torch.float8_e4m3fn)
-    scales = (torch.rand(weight.scale.shape) * largest).to(torch.float8_e4m3fn)
+    scales = (torch.rand(weight.scale.shape) * largest).to(weight.scale.dtype)
     weight = replace(weight, scale=scales)
-    x = torch.randn(7, 160).half()
+    laid_out, x = on_gpu(weight), torch.randn(7, weight.inputs).half()
+    assert laid_out.columns == 0
     expected = x.double() @ weight.wide().double().T
-    given = on_gpu(weight).product(x.to(DEVICE)).cpu().double()
+    given = laid_out.product(x.to(DEVICE)).cpu().double()
     assert (given - expected).norm() / expected.norm() < 5e-4
 
 
