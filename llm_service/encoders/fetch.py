@@ -225,7 +225,8 @@ class Fetch:
         return header
 
     def _params_of(self, attempt: Attempt, first: int) -> EncodeParams:
-        return dataclasses.replace(self._params, first=first, attempt=attempt.number, broke=self._broke)
+        late = self._lapses >= _ATTEMPTS - 1
+        return dataclasses.replace(self._params, first=first, attempt=attempt.number, broke=self._broke, late=late)
 
     async def _first_rows(self, attempt: Attempt, first: int, row_bytes: int) -> RowStream:
         """Delivers the rows from `first` on, once there are any; by several streams if that is better."""

@@ -73,7 +73,8 @@ class EncoderSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeParams:
     """Parameters of an item's request: its owner, the first row wanted, the row before which to stop (0: none), and the
-    number of earlier attempts. After a stream of the item `broke`, some transports are left out: see `Transport`."""
+    number of earlier attempts. Some transports are left out after a stream of the item `broke`, or if we were `late` to
+    read its rows again and again: see `Transport`."""
 
     request_id: str
     salt: str
@@ -82,6 +83,7 @@ class EncodeParams:
     end: int = 0
     attempt: int = 0
     broke: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +284,7 @@ class Replica:
 
     def ways(self, params: EncodeParams) -> list[Transport]:
         """The transports by which rows may come now, the shortest first."""
-        return [each for each in self._transports if each.usable and (each.after_break or not params.broke)]
+        return [each for each in self._transports if each.usable and _may_bring(each, params)]
 
     def parts(self, size: int) -> int:
         """The best number of concurrent streams for so many bytes of an item's rows; one if memory is shared."""
@@ -343,3 +345,8 @@ class Replica:
             await self._connections.close(grace)
         finally:
             self._close_transports()
+
+
+def _may_bring(transport: Transport, params: EncodeParams) -> bool:
+    """Whether an item's rows may come in this way, after what became of its streams before."""
+    return (transport.after_break or not params.broke) and not (transport.leased and params.late)

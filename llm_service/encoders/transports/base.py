@@ -39,12 +39,13 @@ class Transport(Protocol):
     """One way for rows to come from one encoder, in all of its lives. `number` is its name in the contract.
 
     `splits` says that several streams at a time bring an item's rows faster; `after_break`, that rows may still come in
-    this way when a stream of their item broke.
+    this way when a stream of their item broke; `leased`, that they are read under a lease, which may end too soon.
     """
 
     number: encoder_pb2.Transport
     splits: bool
     after_break: bool
+    leased: bool
 
     @property
     def usable(self) -> bool:

@@ -23,6 +23,7 @@ class CudaIpc:
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_CUDA_IPC
     splits = False
     after_break = False
+    leased = True
 
     def __init__(self, memory: SharedMemory, mirrors: Mirrors) -> None:
         self._memory = memory

@@ -17,6 +17,7 @@ class Inline:
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_INLINE
     splits = True
     after_break = True
+    leased = False
 
     def __init__(self, dtype: DType) -> None:
         self._dtype = dtype

@@ -29,6 +29,7 @@ class Nixl:
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_NIXL
     splits = False
     after_break = False
+    leased = True
 
     def __init__(self, address: str, reader: NixlReader, release: Callable[[str], Awaitable[bool | None]]) -> None:
         self._address = address

@@ -34,6 +34,7 @@ class SharedMemory:
     number: encoder_pb2.Transport = encoder_pb2.TRANSPORT_SHARED_MEMORY
     splits = False
     after_break = True
+    leased = True
 
     def __init__(self, address: str, folder: str, dtype: DType, on_lost: Callable[[], None]) -> None:
         self.region: Region | None = None

@@ -14,6 +14,7 @@ from common.errors import DataLoss, Internal, TwinlensError, Unavailable
 from common.rows.wire import crc32c
 from common.rpc.calls import current
 from llm_service.encoders.breaker import RetryBudget
+from llm_service.encoders.transports.shared_memory import SharedMemory
 from tests.unit.llm_service.scripted import (
     LAYOUT,
     ROWS,
@@ -272,6 +273,22 @@ async def test_who_is_too_late_for_rows_every_time_is_told_so() -> None:
         assert error.value.reason == "LEASE_EXPIRED"
         assert len(b.encoders[0].calls) == 3
         assert b.pool.replicas[0].usable
+
+
+async def test_rows_whose_leases_ended_twice_come_in_the_stream_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def is_late(call: Call) -> None:
+        await call.header()
+        await says_that_we_are_late(call)
+
+    monkeypatch.setattr(SharedMemory, "usable", True)
+    async with bench(ScriptedEncoder([is_late, is_late, well]), check_seconds=600) as b:
+        await b.usable(1)
+        assert await b.whole(b"picture") == content(b"picture")
+        leased, inline = v1.TRANSPORT_SHARED_MEMORY, v1.TRANSPORT_INLINE
+        accepted = [list(call.request.accepts) for call in b.encoders[0].calls]
+        assert accepted == [[leased, inline], [leased, inline], [inline]]
 
 
 async def test_an_encoder_that_ends_a_stream_which_nobody_reads_is_not_charged() -> None:
