@@ -1,8 +1,6 @@
-"""The decoder in CUDA graphs: by number of sequences for decoding, by number of tokens for everything else, for steps
-that verify drafts apart from those with prompts.
-
-A step of few tokens is mostly launches; a graph starts them all at once. A batch that no graph fits runs eagerly.
-"""
+"""The decoder in CUDA graphs: decode graphs by number of sequences, mixed graphs by number of tokens, and separate ones
+for steps that verify drafts. A step of few tokens spends most of its time on launches; a graph launches everything at
+once. A batch that fits no graph runs eagerly."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ from llm_service.worker.device_tables import DeviceTables
 
 _log = log.get("graphs")
 _FAILS = -1
-"""What a rank that cannot capture a graph says of it; others 1, or 0 where it needs too much memory."""
+"""What a rank reports that cannot capture a graph. Other ranks report 1, or 0 where the graph needs too much memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureBounds:
-    """The largest batch: sequences, tokens of a step, tokens of a sequence, and levels of deepstack; where drafts are
-    verified, how many of a sequence, and tokens of a step that does so."""
+    """The limits of a batch: sequences, tokens of a step, tokens of a sequence, and deepstack levels; where drafts are
+    verified, tokens per sequence and tokens of a step that verifies."""
 
     sequences: int
     tokens: int
@@ -50,18 +48,18 @@ class CaptureBounds:
 
 
 class GraphKind(IntEnum):
-    """What a graph is for."""
+    """The steps that a graph serves."""
 
     PREFILL = 0
     """Any chunks, and rows of media."""
     VERIFY = 1
-    """A token of each sequence, with drafts behind it or without."""
+    """One token of each sequence, with or without drafts behind it."""
     DECODE = 2
     """A token of each sequence."""
 
 
 def decode_sizes(largest: int) -> list[int]:
-    """Numbers of sequences that get a graph: dense where padding would cost most, and never more than about 50.
+    """Batch sizes that get a decode graph: dense where padding would cost most, and never more than about 50.
 
     >>> decode_sizes(70)
     [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70]
@@ -91,10 +89,11 @@ def verify_sizes(largest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What replays read and write, for all sizes: a smaller graph uses the beginning. None of it ever moves.
+    """The static tensors that replays read and write. All sizes share them: a smaller graph uses the beginning of each.
+    Their addresses never change.
 
-    `hidden` [N, entry_size] and `out` [N, exit_size] of the decoder; `deep` [levels − 1, N, hidden]; `block_table`
-    int32 [sequences, blocks]; `token_ids` int32 [N].
+    `hidden` [N, entry_size] is the decoder's input and `out` [N, exit_size] its output; `deep` [levels − 1, N, hidden];
+    `block_table` int32 [sequences, blocks]; `token_ids` int32 [N].
     """
 
     hidden: Tensor
@@ -107,7 +106,8 @@ class Buffers:
     def of(
         cls, tokens: int, bounds: CaptureBounds, block_size: int, like: Tensor, entry_size: int, exit_size: int
     ) -> Self:
-        """Zeros for a graph of so many tokens, of the type and on the device of a tensor [hidden]."""
+        """Zeroed buffers for graphs of up to `tokens` tokens, with the dtype and device of `like`, a tensor
+        [hidden]."""
         width = len(like)
         table = bounds.sequences, -(-bounds.context // block_size)
         return cls(
@@ -121,11 +121,11 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class GraphNumbers:
-    """The integers that one graph reads of a step, int32, all in one tensor, `packed`, so that one copy fills them.
+    """The integers of a step that one graph reads: int32, all in one tensor, `packed`, so that one copy fills them.
 
-    `positions` [position_rows, tokens], `rows` [sequences] of the block tables; the rest is that of
-    `AttentionMetadata`, with room for any step that fits. What a step leaves over is padding: its tokens write their
-    keys to the slot `null_slot`.
+    `positions` [position_rows, tokens], `rows` [sequences] of the block tables; the rest are those of
+    `AttentionMetadata`, with room for any step that fits. Whatever a step does not use is padding: the keys of padding
+    tokens are written to the slot `null_slot`.
     """
 
     null_slot: int
@@ -153,7 +153,7 @@ class GraphNumbers:
         *,
         position_rows: int = 3,
     ) -> Self:
-        """A step of nobody."""
+        """The numbers of a step that is all padding."""
         each, wanted, singles = (sequences,), tiling.parts, sequences if tiling.singles else 0
         shapes: list[tuple[int, ...]] = [(position_rows, tokens), each, (tokens,), (sequences + 1,), each, each]
         shapes.append((tiles, 2))
@@ -188,8 +188,8 @@ class GraphNumbers:
         return made
 
     def of(self, batch: BatchNumbers, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """What is to stand in `packed` for a step with positions int32 [position_rows, n], whose tables are in these
-        rows."""
+        """The contents of `packed` for a step with positions int32 [position_rows, n] and block tables in these
+        `rows`."""
         n, sequences = positions.shape[1], len(rows)
         packed = np.zeros(len(self.packed), np.int32)
 
@@ -219,7 +219,7 @@ class GraphNumbers:
         return packed
 
     def metadata(self, block_table: Tensor, longest_query: int, longest: int) -> AttentionMetadata:
-        """What kernels read, at each replay anew."""
+        """The metadata that kernels read at each replay."""
         return AttentionMetadata(
             slot_mapping=self.slot_mapping,
             block_table=block_table[: len(self.rows)],
@@ -237,8 +237,9 @@ class GraphNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One size. `numbers` are what it reads of a step, `states` what its layers with states read, `adapters` which rows
-    go through which slot; without, it is for steps without adapters. `deep` says whether it adds deepstack levels."""
+    """A captured graph of one size. `numbers` are what it reads of a step, `states` what layers with recurrent states
+    read, `adapters` which rows use which adapter slot; without `adapters`, it is for steps that use none. `deep` says
+    whether it adds deepstack levels."""
 
     kind: GraphKind
     tokens: int
@@ -254,7 +255,7 @@ class Graph:
         return self.numbers.tiling
 
     def of(self, plan: StepPlan, batch: BatchNumbers, positions: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        """What `GraphRunner.replay` needs of a plan on the device."""
+        """What `GraphRunner.replay` needs on the device for a plan."""
         moved = [self.numbers.of(batch, positions, rows)]
         if self.states:
             segments = Segment.of(plan.chunks, plan.slots, plan.states.within)
@@ -265,18 +266,18 @@ class Graph:
 
     @property
     def read(self) -> list[Tensor]:
-        """Where replays read what `of` gives."""
+        """The static tensors that take what `of` returns."""
         tiles = [] if self.adapters is None else [self.adapters.packed]
         return [self.numbers.packed, *(states.packed for states in self.states), *tiles]
 
 
 class GraphRunner:
-    """Replays what it can, from input embeddings to hidden states, attention and the ranks' sums included. `replays`
-    counts.
+    """Replays captured graphs: everything from input embeddings to hidden states, with attention and all-reduces.
+    `replays` counts them.
 
-    All ranks of a group choose alike, since the choice follows from the plan alone, so a replay issues collectives in
-    the order of the capture, on every rank. They have no time limit there: a lost rank is noticed by its missing beat
-    (see `ranks`).
+    All ranks of a group choose the same graph, since the choice depends on the plan alone; so a replay issues
+    collectives in the order of the capture on every rank. Collectives in a graph have no timeout: a lost rank is
+    noticed by its missing heartbeat (see `ranks`).
     """
 
     def __init__(
@@ -290,12 +291,13 @@ class GraphRunner:
         agree: Callable[[int], int] = lambda number: number,
         adapters: RankAdapters | None = None,
     ) -> None:
-        """Captures graphs, except for those with which all would hold more than `max_bytes`; `agree` is given a number
-        and answers with the least of all ranks. With `adapters` there is a second one of each size, for steps with some
-        of them. Of a kind that cannot be captured, on any rank, none is tried again.
+        """Captures graphs, except those that would take the total above `max_bytes`. `agree` takes a number and returns
+        the minimum over all ranks. With `adapters` each size gets a second graph, for steps that use some. Once a graph
+        of a kind cannot be captured on some rank, no other of that kind is tried.
 
-        The largest comes first: graphs share memory, as much as the largest needs, and none of it is given back as long
-        as one of them is left. So one that needs too much has to be tried while there is no other.
+        The largest is captured first: graphs share a memory pool as large as the largest one needs, and the pool is
+        kept as long as any graph is left. So a graph that needs too much memory has to be tried while there is no
+        other.
         """
         self.replays = 0
         if decoder.adds_first_level:  # the first level is not among embeddings
@@ -306,7 +308,7 @@ class GraphRunner:
         like = torch.empty(decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before
         self._graphs: dict[GraphKind, list[Graph]] = {kind: [] for kind in GraphKind}
-        # transformers' has the host look at prompts, and so has what layers choose by an index.
+        # transformers' models read prompts on the host, and so do layers that choose tokens by an index.
         any_step = not (decoder.decodes_alone or caches.decodes_alone)
         sizes = {
             GraphKind.DECODE: decode_sizes(bounds.sequences),
@@ -342,7 +344,8 @@ class GraphRunner:
         return chain.from_iterable(self._graphs.values())
 
     def find(self, chunks: Sequence[Chunk], *, deep: bool, adapted: bool = False) -> Graph | None:
-        """The graph that fits a batch, which has deepstack rows or adapters, or has not."""
+        """The graph that fits a batch; `deep` and `adapted` say whether the batch has deepstack rows or adapters. None
+        where none fits."""
         tokens = sum(chunk.count for chunk in chunks)
         if len(chunks) > self._bounds.sequences:
             return None
@@ -365,9 +368,10 @@ class GraphRunner:
         deepstack: Deepstack | None,
         token_ids: Tensor | None = None,
     ) -> Tensor:
-        """Input embeddings [n, entry_size], what `Graph.of` gave of their plan, on the device, and all block tables, of
-        which no sequence is longer than `longest` → hidden states [n, exit_size], valid until the next replay.
-        `token_ids` as `Decoder.ids_of_layers` gives them."""
+        """Runs a graph. It takes input embeddings [n, entry_size], what `Graph.of` returned for the plan, on the
+        device, and all block tables, in which no sequence is longer than `longest`; `token_ids` as
+        `Decoder.ids_of_layers` returns them. Returns hidden states [n, exit_size], which are valid until the next
+        replay."""
         buffers, n = self._buffers, len(hidden)
         buffers.hidden[:n].copy_(hidden)
         if token_ids is not None:
@@ -382,7 +386,7 @@ class GraphRunner:
         return buffers.out[:n]
 
     def _put_deepstack(self, deepstack: Deepstack | None, tokens: int) -> None:
-        """A level is added to all tokens, and is zero where there is no row."""
+        """Fills the deepstack buffers: each level is added to all tokens, so places without a row get zeros."""
         self._buffers.deep[:, : self._filled].zero_()
         self._filled = 0
         if deepstack is not None:
@@ -390,14 +394,14 @@ class GraphRunner:
             self._filled = tokens
 
     def _tried(self, tokens: int, capture: Capture, kind: GraphKind, *, adapted: bool) -> tuple[Graph | None, str]:
-        """A graph, or why there is none."""
+        """A graph, or None and the reason why there is none."""
         try:
             return self._capture(tokens, capture, kind, adapted=adapted), ""
         except CaptureFailed as error:
             return None, str(error)
 
     def _capture(self, tokens: int, capture: Capture, kind: GraphKind, *, adapted: bool) -> Graph:
-        """A graph of so many tokens. It is captured over a batch of padding, which a replay fills in."""
+        """Captures a graph of `tokens` tokens over a batch of padding, which replays overwrite."""
         buffers = self._buffers
         sequences = min(tokens, self._bounds.sequences)
         longest, tiling = tokens, self._caches.tiling

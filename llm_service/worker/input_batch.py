@@ -1,5 +1,5 @@
-"""What a step's plan is for a model: tokens, positions and tables on the device, in one copy, and what layers take of
-them."""
+"""Moves a step's plan to the device for a model: tokens, positions and block tables in one copy, and the metadata that
+layers take."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from llm_service.worker.hf_adapters import HfAdapters
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """A plan on the device: `token_ids` int32 [n], `positions` int32 [3, n], or with tokens' own numbers before them
-    [4, n], `wanted` int64 [m] (`StepPlan.wanted`), and `carried` int64 [2, c]. `places` are those whose hidden states
-    are computed to the end, None: all. `read` is what kernels read of the step's `numbers`, as a graph or an eager step
-    takes it; both are empty where no kernel does."""
+    """A plan on the device: `token_ids` int32 [n], `positions` int32 [3, n] (or [4, n], with each token's own number
+    first), `wanted` int64 [m] (`StepPlan.wanted`), and `carried` int64 [2, c]. `places` are the tokens whose hidden
+    states are computed through all layers; None means all. `read` are the parts of the step's `numbers` that kernels
+    read, for a graph or for an eager step; both are empty where no kernel reads any."""
 
     token_ids: Tensor
     positions: Tensor
@@ -38,8 +38,8 @@ class InputBatch:
 
 
 class Inputs:
-    """Prepares the inputs of steps, in the order of their plans: block `tables` have what each appends. A model whose
-    runner `keeps_hidden` computes hidden states of all places."""
+    """Prepares the inputs of steps, in the order of their plans; each plan's new blocks are appended to the block
+    `tables`. For a model whose runner `keeps_hidden`, hidden states of all places are computed."""
 
     def __init__(
         self, model: Model, caches: Caches, adapters: RankAdapters | HfAdapters | None = None, *, keeps_hidden: bool
@@ -48,7 +48,8 @@ class Inputs:
         self.tables = DeviceTables(caches.block_size, model.device)
 
     def prepare(self, plan: StepPlan, graph: Graph | None) -> InputBatch:
-        """All that a step needs to know, in one copy. The block tables have what the plan appends."""
+        """Moves everything that the step needs to the device in one copy, and appends the plan's new blocks to the
+        block tables."""
         positions = np.frombuffer(plan.positions, np.int32).reshape(3, -1)
         if self._model.position_rows > len(positions):
             own = [np.arange(each.context, each.context + each.count, dtype=np.int32) for each in plan.chunks]
@@ -82,7 +83,7 @@ class Inputs:
         return InputBatch(token_ids, where, wanted, carry, None if every else wanted, there[last:end], numbers)
 
     def batches(self, plan: StepPlan, batch: InputBatch) -> list[Any]:
-        """What layers take of a step that no graph fits."""
+        """The layers' metadata for a step that fits no graph."""
         metadata: AttentionMetadata | None = None
         if batch.numbers is not None:
             rows, *arrays = batch.read
@@ -91,9 +92,10 @@ class Inputs:
         return self._caches.batches(chunks, plan.slots, plan.states.within, spans, metadata)
 
     def at_places(self, plan: StepPlan) -> list[Any] | None:
-        """What layers that share keys and values take of a step whose wanted places are fewer than its tokens: these.
-        None where they do not ascend, or one sees what is behind it: a prompt's first token, where a span begins with
-        it. Others are the last of a span, if they are in one."""
+        """For layers that share keys and values, the metadata of a step that wants the hidden states of only some
+        tokens. None where those tokens do not ascend, or one of them attends to tokens behind it, as the first token of
+        a prompt does where a bidirectional span begins with it. A later one is the last of its span, if it is in
+        one."""
         places = np.array(plan.wanted)
         sees_on = any(begin <= each.at < end - 1 for begin, end in self.spans(plan) for each in plan.pools)
         if sees_on or (np.diff(places) <= 0).any():
@@ -101,14 +103,14 @@ class Inputs:
         return self._caches.batches(parts_at(self.tables.chunks(plan.chunks), places))
 
     def keeps_all(self, plan: StepPlan) -> bool:
-        """Whether somebody reads the hidden states of places that are not among the wanted ones."""
+        """Whether the hidden states of places outside `wanted` are read."""
         sums = any(each.count > 1 for each in plan.pools)
         reordered = bool(plan.pools) and len(plan.wanted) == plan.tokens  # adapters' rows go by how many they are
         return bool(plan.prompt_logprobs) or sums or reordered or self._keeps_hidden
 
     def spans(self, plan: StepPlan) -> list[Span]:
-        """Runs of rows, or what is left of prompts, or of media in these, whose places see each other, which no graph
-        computes."""
+        """Runs of rows that attend to each other in both directions, which no graph computes: rows of prompts, or of
+        media in them."""
         rule = self._model.chunk_rule
         if rule.of_prompts and not rule.media_tokens:
             return plan.whole

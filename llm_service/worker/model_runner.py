@@ -32,15 +32,14 @@ from llm_service.worker.sampler import Drawn, prompt_logprobs
 
 
 class Proposer(Protocol):
-    """What proposes drafts with every step. `caches` are its own, with the blocks of the model that verifies."""
+    """Proposes drafts with every step. `caches` are its own, in the same blocks as those of the model that verifies."""
 
     caches: Caches
 
     def propose(self, plan: StepPlan, chosen: list[int], hidden: Tensor, /) -> Callable[[], list[list[int]]]:
-        """Begins to propose what `plan.proposals` asks for, behind the tokens that the step's draws have `chosen`, and
-        takes in what else the step has computed: `hidden` [n, hidden], or what the model `extracts`, of all places
-        where it keeps them. What is returned waits for the drafts of each
-        chunk."""
+        """Begins to propose the drafts that `plan.proposals` asks for, to follow the tokens `chosen` by the step's
+        draws. It also takes in the step's `hidden` states [n, hidden], or whatever the model `extracts`, of all places
+        where the model keeps them. Returns a function that waits for the drafts of each chunk."""
         ...
 
     def warm_up(self) -> None:
@@ -52,8 +51,8 @@ class Proposer(Protocol):
         ...
 
     def capture(self, bounds: CaptureBounds, capture: Capture, *, max_bytes: int) -> None:
-        """Captures graphs of its own for steps of a model within bounds, where nothing is in the way, with which all
-        hold no more than `max_bytes`."""
+        """Captures its own graphs where nothing prevents it, for the model's steps within `bounds`. All its graphs
+        together hold at most `max_bytes`."""
         ...
 
 
@@ -81,9 +80,10 @@ class Launched:
             self._over.record()
 
     def result(self) -> StepResult:
-        """What came of it; waits until it is over, and its rows may be overwritten. For any thread."""
+        """The step's results. Waits until the step is over, after which its rows may be overwritten. May be called from
+        any thread."""
         if self._over is not None:
-            torch.cuda.set_device(self._device)  # another thread's is the first GPU, which this process may not use
+            torch.cuda.set_device(self._device)  # this thread's may be a GPU of another process
             self._over.synchronize()
             self._ended = time.perf_counter()
         drawn = StepResult([], []) if self._drawn is None else self._drawn.result()
@@ -96,24 +96,24 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
-    """What came of the model's part of a step."""
+    """The results of the model's forward pass."""
 
     hidden: Tensor
-    """[n, hidden] of all places, where somebody reads them; else as `wanted`."""
+    """[n, hidden] of all places if anybody reads them; otherwise of those in `wanted`."""
     wanted: Tensor
     """[m, hidden] of the places that are wanted (`StepPlan.wanted`)."""
     prompt_logprobs: list[list[TokenLogprobs]]
     extracted: Tensor
-    """[n, …]: what the decoder `extracts`, else `hidden`."""
+    """[n, …]: what the decoder `extracts`; otherwise the same as `hidden`."""
     replayed: bool
     """A graph computed it."""
 
 
 class ModelRunner:
-    """One rank: the weights, and what layers keep of sequences; steps are eager until `capture` has made `graphs`. It
-    has slots for `adapters` and a `host_cache` of KV blocks where either is served, and a `core_share` where other
-    processes may compute on its cores. Where it has a `proposer`, every step waits for its tokens, which drafts follow;
-    where that, on the first rank, is a draft head, each rank `keeps_hidden` states of all places."""
+    """Runs the model on one rank: its weights and the caches of its layers. Steps run eagerly until `capture` has made
+    `graphs`. Where they are served, it has slots for `adapters` and a `host_cache` of KV blocks; where other processes
+    may compute on its cores, a `core_share`. With a `proposer`, every step waits for its tokens, because drafts follow
+    them; if the first rank's proposer is a draft head, each rank `keeps_hidden` states of all places."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class ModelRunner:
         self._inputs = Inputs(decoder, caches, adapters, keeps_hidden=keeps_hidden)
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
-        self._known = True  # on every rank: there are none yet
+        self._known = True  # on every rank: there are no tokens yet
         self.last_hidden = self._chosen
 
     @property
@@ -148,17 +148,17 @@ class ModelRunner:
 
     @property
     def chunk_rule(self) -> ChunkRule:
-        """Where a prompt may be cut."""
+        """Where a prompt may be cut into chunks."""
         return self._decoder.chunk_rule
 
     @property
     def forgets_answers(self) -> bool:
-        """What is computed of an answer is not what would be computed of its tokens in a prompt."""
+        """Whether the states computed for an answer differ from those that its tokens would have in a prompt."""
         return self._decoder.forgets_answers
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Has the back ends' and the sampler's kernels compiled, where they compile any, so that no request waits."""
+        """Compiles the kernels of the back ends and of the sampler, so that no request waits for them."""
         self.caches.warm_up()
         if self._decoder.vocabulary is not None:
             logits = torch.zeros(1, self._decoder.vocabulary, device=self._decoder.device)
@@ -173,7 +173,7 @@ class ModelRunner:
         return sorted({*self.caches.kernels(), *self._decoder.kernels(), *proposing})
 
     def not_capturable(self) -> str:
-        """Why there can be no graphs; empty where there can."""
+        """The reason why graphs cannot be captured; empty if they can."""
         why = self.caches.not_capturable() or self._decoder.not_capturable()
         return why or (what_waits(self._decoder, self.caches) if self._decoder.may_wait else "")
 
@@ -186,7 +186,7 @@ class ModelRunner:
         )
 
     def adapt(self, order: AdapterOrder) -> None:
-        """Keeps this rank's partition of an adapter, or lets go of it. Only where there are slots for any."""
+        """Loads or unloads this rank's partition of an adapter. Requires slots for adapters."""
         assert self.adapters is not None, "adapters are turned on"
         if isinstance(order, AddAdapter):
             self.adapters.load(order.number, order.adapter)
@@ -199,12 +199,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: Masks = no_masks, *, previous: Tensor | None = None) -> Launched:
-        """Begins to compute the KV of every token of the plan, one new token for each draw, and prompt logprobs. What
-        the plan carries over are tokens of the step launched before it, which need not be over. `masks` that follow the
-        plan are waited for when the model's part is launched. Nothing waits for the device, but for those logprobs, for
-        drafts of a model, and where torch computes attention or draws. `previous`, [n, hidden], are the hidden states
-        that a draft head goes on from; what it makes of them is in `last_hidden`, for each draw, until the next
-        step."""
+        """Launches a step: computes the KV of every token in the plan, samples one token for each draw, and computes
+        prompt logprobs. The tokens that the plan carries over come from the step launched before, which may still be
+        running. `masks` that arrive after the plan are awaited when the forward pass has been launched. The host waits
+        for the device only for prompt logprobs, for drafts of a draft model, and where torch computes attention or
+        samples. `previous` [n, hidden] are the hidden states that a draft head continues from; its own, one for each
+        draw, are in `last_hidden` until the next step."""
         began = time.perf_counter()
         proposed: Callable[[], list[list[int]]] = list
         with self.core_share.computing() if self.core_share is not None else nullcontext():
@@ -230,13 +230,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
-        """The same on a rank that does not draw: where it does not find the tokens, it gets them when a plan carries
-        them over."""
+        """Runs the same step on a rank that does not sample. Where it cannot derive the sampled tokens, it receives
+        them when a later plan carries them over."""
         wanted = self._forward(plan).wanted[: len(plan.draws)]
         if plan.greedy and plan.draws:
             self._choose(self._decoder.likeliest(wanted), known=True)
         elif plan.draws:
-            self._decoder.logits(wanted)  # this rank's part, which rank 0 draws from
+            self._decoder.logits(wanted)  # this rank's partition of the logits, which rank 0 samples from
             self._choose(self._chosen.new_empty(len(plan.draws)), known=False)
 
     def _drawn(self, plan: StepPlan, hidden: Tensor, masks: Masks) -> Drawn:
@@ -247,26 +247,26 @@ class ModelRunner:
         return self._draw(logits, with_masks(plan.draws, masks), self._chosen)
 
     def _pool(self, plan: StepPlan, forwarded: _Forwarded) -> Tensor:
-        """What the plan's pools ask for, float32 [pools, hidden]."""
+        """The pooled hidden states that the plan asks for, float32 [pools, hidden]."""
         hidden = forwarded.hidden
         if self._inputs.keeps_all(plan):
             return torch.stack([hidden[each.at : each.at + each.count].float().sum(0) for each in plan.pools])
         return forwarded.wanted[len(plan.draws) :].float()
 
     def offload(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies KV blocks to the host, (block, place) each, and waits until that, and whatever was begun before it, is
-        over."""
+        """Copies KV blocks to the host, as pairs (block, place), and waits for these copies and for everything launched
+        before them."""
         if self.host_cache is not None:
             self.host_cache.offload(pairs)
             self.host_cache.synchronize()
 
     def _choose(self, tokens: Tensor, *, known: bool) -> None:
-        """`tokens` int64 [draws] are what the step has drawn. Unless they are known, ranks but the first have no more
-        than their number."""
+        """Records the tokens int64 [draws] that the step has sampled. If they are not `known`, ranks other than the
+        first have only their number."""
         self._chosen, self._known = tokens, known
 
     def _forward(self, plan: StepPlan, previous: Tensor | None = None) -> _Forwarded:
-        """All of a step up to where somebody draws or pools."""
+        """The forward pass of a step, up to sampling or pooling."""
         deep = bool(plan.rows) and self.arena.levels > 1
         if self.adapters is not None:
             self.adapters.begin(plan)
@@ -313,7 +313,7 @@ class ModelRunner:
         return _Forwarded(out, wanted, logprobs, extracted, replayed=graph is not None)
 
     def _token_ids(self, plan: StepPlan, batch: InputBatch) -> Tensor:
-        """int [n], with those that the step before chose, which never left the device."""
+        """Token ids int [n], including those that the step before sampled, which never left the device."""
         if not plan.carried:
             return batch.token_ids
         if not self._known:
@@ -325,7 +325,7 @@ class ModelRunner:
 
 
 def _sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw], Tensor], Drawn]:
-    """What draws the tokens there."""
+    """The function that samples tokens on this device."""
     if device.type == "cuda":
         from llm_service.layers.gpu import row_kernels
 
