@@ -11,9 +11,9 @@ from llm_service.layers.recurrent.backend import CHUNK
 from llm_service.layers.recurrent.metadata import RecurrentMetadata
 
 CHANNELS = 256
-"""What one program takes of a token."""
+"""Channels of one token that a program takes."""
 RUN_CHANNELS = 32
-"""What one program takes of a tile: twice as many would not stay in its registers."""
+"""Channels of a tile of tokens that a program takes; twice as many would not fit into its registers."""
 
 
 def convolve_steps(
@@ -26,8 +26,9 @@ def convolve_steps(
     *,
     silu: bool = True,
 ) -> None:
-    """Writes to rows of mixed [n, channels] what steps make of theirs of given, through SiLU or not, and moves their
-    states [slots, channels, width − 1] on; weight [channels, width], bias [channels]."""
+    """Convolves one token of each sequence that decodes: writes their rows of `mixed` [n, channels] from their rows of
+    `given`, through SiLU if `silu`, and advances their states [slots, channels, width − 1]. weight [channels, width],
+    bias [channels]."""
     channels, width = weight.shape
     gdn_kernels.conv_step_kernel[(len(metadata.steps), triton.cdiv(channels, CHANNELS))](
         mixed,

@@ -1,10 +1,11 @@
-"""Gated delta nets in Triton: a token each of many sequences in two kernels, runs of tokens in five.
+"""Gated delta nets in Triton: two kernels decode one token of each of many sequences, five kernels compute runs of
+tokens.
 
 `steps` are int32 [s, 3] (row, slot, fresh); `runs` int32 [r, 5] (begin, end, slot, fresh, first tile); `tiles` int32
-[t, 3] (run, first token, copy), 64 tokens each, those of a run one after the other; `copy` is a slot that gets the
-state behind the tile as well, unless it is below 0. A step's or a run's slot, or a tile's run, below 0 is padding.
-Rows of `qkv`, `z`, `a` and `b` are `*_row` apart; `mixed`, what is convolved, and `out` are whole. What is rounded
-where torch's operators would round it is as in `row_kernels`.
+[t, 3] (run, first token, copy) of 64 tokens each, those of one run in order. `copy` is a slot that also gets the state
+behind the tile; below 0 there is none. A step or run whose slot is below 0, or a tile whose run is, is padding. Rows of
+`qkv`, `z`, `a` and `b` are `*_row` elements apart; `mixed` (the convolved rows) and `out` are contiguous. Intermediate
+results are rounded where torch's operators would round them, as in `row_kernels`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def _silu(x):
 
 @triton.jit
 def _unit(x, AXIS: tl.constexpr):
-    """Vectors along an axis over their lengths; those of zeros stay so."""
+    """Vectors along an axis, divided by their norms; zero vectors stay zero."""
     return x * tl.expand_dims(tl.rsqrt(tl.sum(x * x, AXIS) + 1e-6), AXIS)
 
 
 @triton.jit
 def _decay(a, a_log, dt_bias):
-    """g: the logarithm of what is left of a state."""
+    """g: the logarithm of the state's decay."""
     x = a + dt_bias
     return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
@@ -48,9 +49,9 @@ def conv_step_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Convolution and, with SILU, SiLU of a token each of s sequences, whose states are moved on by it. Grid [s,
-    channels / BLOCK]; convolution [slots, channels, WIDTH − 1], conv [channels, WIDTH], bias [channels], which is not
-    read without BIAS."""
+    """Convolves one token of each of s sequences, through SiLU if SILU, and advances their convolution states. Grid [s,
+    channels / BLOCK]; convolution [slots, channels, WIDTH − 1], conv [channels, WIDTH], bias [channels], which is read
+    only with BIAS."""
     row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
     slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
     fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
@@ -100,8 +101,8 @@ def step_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """One token of a value head: its state is read, changed and written, and what is read normed and gated. Grid [s,
-    value heads]; KEYS and VALUES are the heads' sizes, filled up to powers of two."""
+    """Decodes one token of a value head: updates its state, and writes its output, normed and gated. Grid [s, value
+    heads]; KEYS and VALUES are the head sizes, padded to powers of two."""
     row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
     slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
     fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
@@ -152,8 +153,8 @@ def conv_run_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Convolution and, with SILU, SiLU of runs, behind the tokens in their states, and the part of a tile's copy that
-    this reads. Grid [t, channels / BLOCK]."""
+    """Convolves the tokens of runs, through SiLU if SILU, continuing from the sequences' convolution states, and writes
+    the convolution state of a tile's copy. Grid [t, channels / BLOCK]."""
     index = tl.load(tiles + tl.program_id(0) * 3)
     if index < 0:
         return
@@ -189,7 +190,8 @@ def conv_run_kernel(
 
 @triton.jit
 def conv_keep_kernel(qkv, runs, convolution, qkv_row, channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Keeps the last tokens of runs, when `conv_run_kernel` has read those before. Grid [r, channels / BLOCK]."""
+    """Stores the last tokens of runs as convolution states, after `conv_run_kernel` has read the previous ones. Grid
+    [r, channels / BLOCK]."""
     run = runs + tl.program_id(0) * 5
     begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
     fresh = tl.load(run + 3)
@@ -198,7 +200,7 @@ def conv_keep_kernel(qkv, runs, convolution, qkv_row, channels, WIDTH: tl.conste
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     state = convolution + (slot * channels + channel) * (WIDTH - 1)
-    for place in tl.static_range(WIDTH - 1):  # what is read lies behind what is written
+    for place in tl.static_range(WIDTH - 1):  # reads lie behind writes
         seen = end - (WIDTH - 1) + place
         number = tl.load(qkv + seen.to(tl.int64) * qkv_row + channel, inside & (seen >= begin), 0.0)
         before = tl.load(state + (seen - begin + WIDTH - 1), inside & (seen < begin) & (fresh == 0), 0.0)
@@ -207,7 +209,7 @@ def conv_keep_kernel(qkv, runs, convolution, qkv_row, channels, WIDTH: tl.conste
 
 @triton.jit
 def _gates(a, b, a_log, dt_bias, row, end, head, a_row, b_row):
-    """g summed up over a tile's tokens, and β; behind the run's end nothing fades and nothing is written."""
+    """g, summed over a tile's tokens, and β. Tokens behind the run's end neither decay the state nor write to it."""
     real = row < end
     place = row.to(tl.int64)
     decay = _decay(
@@ -229,20 +231,20 @@ def _heads(mixed, row, end, first, channels, SIZE: tl.constexpr, FULL: tl.conste
 
 @triton.jit
 def _with_row(solved, columns, row, i, j):
-    """The inverse of a small system with one row more, which those before it give; `columns` is the system, whose
-    columns are rows here, above the diagonal."""
+    """Adds one row to the inverse of a small triangular system, from the rows before it. `columns` is the system,
+    transposed, above the diagonal."""
     its = tl.sum(tl.where(j == row, columns, 0.0), 1)
     return tl.where(i == row, solved - tl.sum(its[:, None] * solved, 0)[None, :], solved)
 
 
 @triton.jit
 def invert_kernel(system, tiles, HEADS: tl.constexpr, NEAR: tl.constexpr, EXACT: tl.constexpr):
-    """Inverses of unit lower triangular systems float32 [t, heads, 4 · NEAR, 4 · NEAR] in their places; of each what is
-    below the diagonal counts, and above it there are zeros. Grid [t, heads].
+    """Inverts unit lower triangular systems float32 [t, heads, 4 · NEAR, 4 · NEAR] in place. Only the elements below
+    the diagonals are read; those above are zero. Grid [t, heads].
 
-    Blocks of NEAR unknowns on the diagonal are inverted row by row. Below them X[n, m] = −X[n, n] · Σ A[n, k] X[k, m],
-    for k from m up to n. Powers of a system would be shorter to write, and lose all digits where keys are alike; all of
-    it at once takes more registers than there are.
+    The blocks of NEAR unknowns on the diagonal are inverted row by row. Below them, X[n, m] = −X[n, n] · Σ A[n, k] X[k,
+    m] for k from m to n − 1. Summing powers of the system would be shorter to write, but loses all digits where keys
+    are alike; inverting the whole system row by row needs more registers than there are.
     """
     TILE: tl.constexpr = 4 * NEAR
     down: tl.constexpr = NEAR * TILE
@@ -309,8 +311,9 @@ def system_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What a tile's tokens have to do with each other: the unit lower triangular system that their changes solve, and
-    what they read of these changes. Grid [t, value heads]; float32 system and within [t, value heads, TILE, TILE]."""
+    """The interactions of a tile's tokens: the unit lower triangular system whose solution is their changes of the
+    state, and how much of each change they read. Grid [t, value heads]; float32 system and within [t, value heads,
+    TILE, TILE]."""
     head, run = tl.program_id(1), tl.load(tiles + tl.program_id(0) * 3)
     if run < 0:
         return
@@ -360,8 +363,8 @@ def scan_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A run's tiles, one after the other, through PART columns of a value head's state, which stay on the
-    multiprocessor. Grid [r, value heads, VALUE_DIM / PART]; out [n, values] is what is read, not yet normed."""
+    """Takes a run's tiles in order through PART columns of a value head's state, which stays on the multiprocessor.
+    Grid [r, value heads, VALUE_DIM / PART]; out [n, values] is the output before norm and gate."""
     run, head = runs + tl.program_id(0) * 5, tl.program_id(1)
     begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
     fresh, tile = tl.load(run + 3), tl.load(run + 4)

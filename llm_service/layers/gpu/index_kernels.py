@@ -12,12 +12,12 @@ from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.sparse_attention.index import IndexQuery
 
 _AT_ONCE, _EXACT_AT_ONCE = 64, 16
-"""Tokens that a program takes at once; the latter in float32, whose factors stand in registers."""
+"""Tokens that a program takes at once; in float32 fewer, because the operands are held in registers."""
 _PROGRAMS = 64
-"""Of a sequence at the most: one of them takes the next tokens, then those so many behind."""
+"""The most programs of a sequence. Each takes every `_PROGRAMS`-th block of tokens."""
 
 
-@triton.jit(do_not_specialize=["table_stride", "longest"])  # they change, and would be compiled anew
+@triton.jit(do_not_specialize=["table_stride", "longest"])  # they change; otherwise each new value compiles
 def score_tokens_kernel(
     out,
     query,
@@ -38,11 +38,11 @@ def score_tokens_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of a sequence's tokens the sums, over HEADS, of weights · max(0, scale · query · key). Grid [sequences,
-    programs].
+    """Index scores of a sequence's tokens: the sum over HEADS of weights · max(0, scale · query · key). Grid
+    [sequences, programs].
 
-    POOL tokens have one sum, by the key of the last of them; those behind the last whole pool have none. KEPT numbers
-    of a token are in the cache, of which WIDTH are its key.
+    POOL tokens share one score, by the key of the last of them; tokens behind the last whole pool have none. The cache
+    holds KEPT numbers of each token, of which WIDTH are its key.
     """
     sequence = tl.program_id(0).to(tl.int64)
     count = tl.load(lengths + sequence) // POOL

@@ -1,5 +1,5 @@
-"""Products of rows that are rounded to 8 bits, each with a scale of its own, with weights of 8 bits, in Triton. Sums
-are whole numbers, so they are exact: a row's do not depend on its company, nor on how they are cut."""
+"""Products of rows in int8, each row with its own scale, and weights in int8, in Triton. Sums are integers and so
+exact: a row's result depends neither on the batch nor on how the inputs are split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from llm_service.layers.linear import quantized_weight
 
 _STEPS = tl.constexpr(quantized_weight.STEPS)
 _NO_FRACTIONS = tl.constexpr(12582912.0)
-"""1.5 · 2²³, near which a float32 has no digits behind the point: what it is added to is rounded, halves to even."""
+"""1.5 · 2²³. A float32 of this size has no fraction bits, so adding it rounds a number to an integer, halves to
+even."""
 
 
 @triton.jit
@@ -27,9 +28,10 @@ def round_rows_kernel(
     POWER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid [rows]. Rounds x [m, k] to int8 numbers [m, k], with scales float32 [m], none where one of a row is not a
-    finite number. All are contiguous. With STEPS a row's scale is its expert's of `steps` float32 [EXPERTS], of which
-    the rows end as in `int8_product_kernel`, those behind all being left out; else its own."""
+    """Rounds the rows of x [m, k] to int8 `numbers` [m, k] with float32 `scales` [m], which are NaN for a row with a
+    number that is not finite. Grid [rows]; all tensors are contiguous. With STEPS a row's scale is that of its expert
+    in `steps` float32 [EXPERTS], whose rows end as in `int8_product_kernel`, and rows behind all experts are skipped;
+    otherwise each row gets its own."""
     row = tl.program_id(0).to(tl.int64)
     if EXPERTS:
         last = tl.load(ends + EXPERTS - 1)
@@ -62,7 +64,7 @@ def round_rows_kernel(
 
 @triton.jit
 def _scaled(sums, of_outputs, of_rows, bias):
-    """float32 of sums int32, multiplied with both scales, and with a bias: rounded twice, in every form alike."""
+    """float32: int32 sums times both scales, plus the bias. Rounded twice, in the same order in every kernel."""
     return tl.fma(sums.to(tl.float32), of_outputs * of_rows, bias)
 
 
@@ -89,12 +91,12 @@ def int8_product_kernel(
     BESIDE: tl.constexpr,
 ):
     """Grid [n / OUTPUTS · tiles of rows, SPLITS]; all tensors are contiguous: x int8 [m, k] with scales float32 [m],
-    codes int8 [experts, n, k] with scales float32 [experts, n], bias [n], of one expert alone, if there is a BIAS.
+    codes int8 [experts, n, k] with scales float32 [experts, n]; with BIAS, bias [n], for one expert only.
 
-    Up to BESIDE tiles of rows are multiplied with the same weights one after the other: a GPU's cache holds these. out
-    is [m, n], or, of several SPLITS of the inputs, their sums int32 [SPLITS, m, n]. Of EXPERTS (at most POWER, a power
-    of 2) the rows of each end before row `ends` [EXPERTS]; there are as many tiles as there may be. With 0 all rows are
-    of the one weight that there is.
+    Up to BESIDE tiles of rows are multiplied with the same weights one after the other, so the weights stay in the
+    GPU's cache. out is [m, n], or with several SPLITS of the inputs their int32 sums [SPLITS, m, n]. The rows of each
+    of EXPERTS (at most POWER, a power of 2) end before row `ends` [EXPERTS]; the number of tiles is the most that there
+    may be. With EXPERTS 0 all rows use the only weight.
     """
     columns = tl.cdiv(n, OUTPUTS)
     begin = tl.program_id(0) // (BESIDE * columns) * BESIDE
@@ -135,7 +137,8 @@ def int8_product_kernel(
 def int8_join_kernel(
     out, sums, x_scales, scales, bias, m, n, BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid [n / BLOCK, m]: what `int8_product_kernel` writes of one split, from the sums of several."""
+    """Joins the sums of several splits into the result that `int8_product_kernel` writes for one split. Grid [n /
+    BLOCK, m]."""
     row = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = outputs < n

@@ -18,7 +18,7 @@ from llm_service.layers.gpu.launch import LEAST, Launch, splits_of
 from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight, rounded_rows
 
 _MOST_INPUTS = (1 << 17) - 1
-"""Products of two numbers from −128 to 127, of which 32 bits hold the sum."""
+"""The sum of so many products of numbers from −128 to 127 fits into 32 bits."""
 _BESIDE = 16
 """Tiles of rows that share a tile of weights while a cache holds it."""
 _BLOCK = 4096
@@ -30,7 +30,7 @@ _APART = 0.005
 
 
 def launch_for(rows: int, outputs: int, inputs: int) -> Launch:
-    """For so many rows of a weight."""
+    """The launch for a product of a weight with so many rows."""
     if rows > 64:
         return Launch(128, 128, 128, 1, 8, 3)
     splits = splits_of(outputs, inputs)
@@ -41,9 +41,9 @@ def launch_for(rows: int, outputs: int, inputs: int) -> Launch:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Of experts, or one, w[o, i] = number[o, i] · scale[o], multiplied with rows of x[i] ≈ rounded[i] · s, where s is
-    a row's largest number, whatever its sign, divided by 127.5, or its expert's of `steps`, float32 [experts], if there
-    are any.
+    """Weights of one or more experts, w[o, i] = number[o, i] · scale[o]. They are multiplied with rows x[i] ≈
+    rounded[i] · s, where s is the row's largest absolute value divided by 127.5, or, with `steps` float32 [experts],
+    the step of the row's expert.
 
     `codes` int8 [experts, outputs, inputs] are the numbers, `scale` is float32 [experts, outputs].
     """
@@ -54,8 +54,8 @@ class Int8Weight:
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> Int8Weight | None:
-        """Weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their outputs
-        goes. None where they are not made for it, or the kernels do not compute here."""
+        """Concatenates the outputs of weights over the same inputs; `order` int64 [outputs] says where each output
+        goes. None if their format is another one, or the kernels do not run on this device."""
         whole = _plain(parts, order)
         return None if whole is None else cls._of([whole], [parts[0].input_scale])
 
@@ -75,12 +75,12 @@ class Int8Weight:
 
     @property
     def number(self) -> Number:
-        """What the weight's numbers are."""
+        """The number format of the weight."""
         return Number.INT8
 
     @property
     def rounded_inputs(self) -> Number:
-        """And those that it is multiplied with."""
+        """The number format that inputs are rounded to."""
         return Number.INT8
 
     @property
@@ -94,8 +94,8 @@ class Int8Weight:
         return self._run(x.reshape(-1, inputs), bias=bias).view(*x.shape[:-1], outputs)
 
     def grouped_product(self, x: Tensor, ends: Tensor, among: int = 0) -> Tensor:
-        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its weight; `among`
-        as in `GroupedProduct`."""
+        """x [m, inputs] → [m, outputs]. The rows of expert e, which end before row `ends[e]` (int32), are multiplied
+        with its weight; `among` as in `GroupedProduct`."""
         return self._run(x, ends, among=among or len(self.codes))
 
     def _run(self, x: Tensor, ends: Tensor | None = None, bias: Tensor | None = None, *, among: int = 1) -> Tensor:
@@ -139,13 +139,13 @@ class Int8Weight:
 
 
 def computes(device: torch.device) -> bool:
-    """Whether our kernels are there on a device, and right."""
+    """Whether our kernels run on a device and compute correctly."""
     return _is_right(device)
 
 
 def _rounded(x: Tensor, steps: Tensor | None = None, ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `rounded_rows`, of x [m, k] that lies together, in any type of floats; `steps` are as in `Int8Weight`, and the
-    rows of each expert end before row `ends`; those behind all are left as anything."""
+    """As `rounded_rows`, for x [m, k], contiguous, in any floating-point dtype. With `steps`, as in `Int8Weight`, the
+    rows of each expert end before row `ends`, and rows behind all experts are left uninitialised."""
     m, k = x.shape
     numbers, scales = x.new_empty(m, k, dtype=torch.int8), x.new_empty(m, dtype=torch.float32)
     block = min(_BLOCK, triton.next_power_of_2(k))
@@ -167,15 +167,15 @@ def _rounded(x: Tensor, steps: Tensor | None = None, ends: Tensor | None = None)
 
 
 def _plain(parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GroupedWeight | None:
-    """Weights that are made to be multiplied so, one below the other, where there is a kernel for them; else None."""
+    """Concatenates the outputs of weights for int8 inputs if a kernel supports their format; otherwise None."""
     whole = GroupedWeight.of_bytes(parts, order, _MOST_INPUTS)
     return whole if whole is not None and _is_right(whole.codes.device) else None
 
 
 @cache
 def _is_right(device: torch.device) -> bool:
-    """Whether our kernels are there, and give what plain torch does: of few rows, whose inputs are split, of many, and
-    of experts."""
+    """Tries our kernels against plain torch: with few rows, whose inputs are split, with many rows, and with
+    experts."""
     inputs = 2 * LEAST
     codes = torch.randint(-128, 128, (2, 96, inputs), dtype=torch.int8, device=device)
     scale, x = torch.rand(2, 96, device=device) + 0.5, torch.randn(80, inputs, device=device).bfloat16()

@@ -1,5 +1,5 @@
-"""Kimi Delta Attention in Triton: a token each of many sequences in one kernel, runs of tokens in three. Convolutions
-are those of `gdn_kernels`, and `steps`, `runs` and `tiles` are as there."""
+"""Kimi Delta Attention in Triton: one kernel decodes a token of each of many sequences, three compute runs of tokens.
+Convolutions are those of `gdn_kernels`, and so are `steps`, `runs` and `tiles`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_service.layers.gpu.row_kernels import _rounded
 
 @triton.jit
 def _fading(a, rate, least, BOUNDED: tl.constexpr):
-    """g: the logarithm of what is left of a state."""
+    """g: the logarithm of the state's decay."""
     if BOUNDED:
         return least * tl.sigmoid(rate * a)
     return -rate * tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
@@ -41,9 +41,9 @@ def kda_step_kernel(
     DIMS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """One token of a head: its state is read, changed and written, and what is read normed and gated. Grid [s, heads];
-    DIMS is a head's size, filled up to a power of two; out and mixed are whole, and what is BOUNDED never fades by more
-    than `least`."""
+    """Decodes one token of a head: updates its state, and writes its output, normed and gated. Grid [s, heads]; DIMS is
+    the head size, padded to a power of two; out and mixed are contiguous. With BOUNDED the logarithm of the decay is
+    never below `least`."""
     row = tl.load(steps + tl.program_id(0) * 3).to(tl.int64)
     slot = tl.load(steps + tl.program_id(0) * 3 + 1).to(tl.int64)
     fresh = tl.load(steps + tl.program_id(0) * 3 + 2)
@@ -76,7 +76,7 @@ def kda_step_kernel(
 def _faded(
     a, dt_bias, row, end, first, rate, least, a_row, SIZE: tl.constexpr, FULL: tl.constexpr, BOUNDED: tl.constexpr
 ):
-    """g of places [first, first + SIZE) of these tokens, filled up to FULL; behind the run's end nothing fades."""
+    """g at places [first, first + SIZE) of these tokens, padded to FULL. Tokens behind the run's end do not decay."""
     place = tl.arange(0, FULL)
     real = place < SIZE
     inside = (row < end)[:, None] & real[None, :]
@@ -109,10 +109,10 @@ def kda_pairs_kernel(
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What NEAR of a tile's tokens have to do with those up to themselves, of what is left of these: the rows of the
-    system that changes solve, and how much of the changes each reads. Pairs of the NEAR tokens are multiplied place by
-    place; with those before them by way of what is left up to the first. Grid [t, heads, TILE / NEAR]; float32 system
-    and within [t, heads, TILE, TILE]."""
+    """The interactions of NEAR of a tile's tokens with all tokens up to each of them, with decay: their rows of the
+    system whose solution is the changes of the state, and how much of each change they read. Pairs among the NEAR
+    tokens are multiplied place by place; pairs with earlier tokens by way of the decay up to the first of the NEAR
+    tokens. Grid [t, heads, TILE / NEAR]; float32 system and within [t, heads, TILE, TILE]."""
     head, block, run = tl.program_id(1), tl.program_id(2), tl.load(tiles + tl.program_id(0) * 3)
     if run < 0:
         return
@@ -174,9 +174,9 @@ def kda_fade_kernel(
     BOUNDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """By what a tile's tokens read and change the state before it: their queries and keys, in their places in `mixed`,
-    over their lengths and faded from the tile's beginning on; `writes` float32 [n, values], keys faded up to its end;
-    `left` float32 [t, values], what is left there of the state. Grid [t, heads]."""
+    """The vectors by which a tile's tokens read and change the state before the tile. Their queries and keys in `mixed`
+    are normed and decayed in place, from the tile's beginning; `writes` float32 [n, values] are keys decayed up to the
+    tile's end; `left` float32 [t, values] is the decay of the state over the tile. Grid [t, heads]."""
     head, run = tl.program_id(1), tl.load(tiles + tl.program_id(0) * 3)
     if run < 0:
         return
@@ -218,9 +218,9 @@ def kda_scan_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A run's tiles, one after the other, through PART columns of a head's state, which stay on the multiprocessor, as
-    two halves: operands of a product with all of it do not fit into registers. `mixed`, `writes` and `left` are those
-    of `kda_fade_kernel`. Grid [r, heads, HEAD_DIM / PART]; out [n, values] is what is read, not yet normed."""
+    """Takes a run's tiles in order through PART columns of a head's state, which stays on the multiprocessor as two
+    halves: the operands of a product with the whole state do not fit into registers. `mixed`, `writes` and `left` are
+    those of `kda_fade_kernel`. Grid [r, heads, HEAD_DIM / PART]; out [n, values] is the output before norm and gate."""
     run, head = runs + tl.program_id(0) * 5, tl.program_id(1)
     begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
     fresh, tile = tl.load(run + 3), tl.load(run + 4)

@@ -1,4 +1,4 @@
-"""Whether a kernel is there and right on a device: tried once, when a model is loaded."""
+"""Tries a kernel on a device, once, when a model is loaded: whether it runs and computes correctly."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _log = log.get("kernels")
 
 
 def gives(what: str, product: Callable[[], Tensor], expected: Tensor, most: float, **told: bool) -> bool:
-    """Whether a product is there, and apart from what is expected by no more than a part of it; if not, that is
-    logged, with what is `told` of it."""
+    """Whether a product runs and differs from `expected` by at most a fraction `most`. If not, that is logged, together
+    with the values in `told`."""
     try:
         error = (product().float() - expected).norm() / expected.norm()
     except Exception as refused:  # noqa: BLE001 - whatever a library or a compiler says, another form computes the same

@@ -1,5 +1,5 @@
-"""Triton kernels of attention over a paged cache of latents: one head's keys, whose first numbers are their values, so
-that both are read once. Otherwise as `triton_kernels`."""
+"""Triton kernels of attention over a paged cache of latents. There is one KV head, and the first numbers of its keys
+are its values, so both are read once. Otherwise as `triton_kernels`."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def _attend_to_latents(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Takes the keys of positions [begin, end) into each row's sum, BLOCK_N at a time: RANK numbers, which are values
-    too, and BEHIND more. Where it is MASKED a row sees those up to its `last`, from `first_seen` on; else every row
-    sees all, and BLOCK_N divides their number."""
+    """Adds the keys of positions [begin, end) to the online softmax of each row, BLOCK_N at a time. Each key has RANK
+    numbers, which are also values, and BEHIND more. If MASKED, a row sees positions from `first_seen` to its `last`;
+    otherwise every row sees all of them, and BLOCK_N divides their number."""
     dims = tl.arange(0, DIMS)
     behind = tl.arange(0, DIMS_BEHIND)
     for start in range(begin, end, BLOCK_N):
@@ -74,7 +74,7 @@ def _attend_to_latents(
     return highest, total, mixed
 
 
-@triton.jit(do_not_specialize=["table_stride", "items"])  # they change, and would be compiled anew
+@triton.jit(do_not_specialize=["table_stride", "items"])  # they change; otherwise each new value compiles
 def latent_kernel(
     out,
     mixtures,
@@ -108,10 +108,10 @@ def latent_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A part of the context of one item for GROUP of the query heads, in each program. Grid [parts, head_groups]; query
-    [n, head_groups · GROUP, RANK + BEHIND], out [n, head_groups · GROUP, RANK]. With SINKS `sinks`, float32
-    [head_groups · GROUP], are scores of something that nobody attends to. All else is as in `attention_kernel`, a group
-    of heads standing in the place of those that share a KV head."""
+    """Attention of one item's query heads, GROUP per program, over a part of the context. Grid [parts, head_groups];
+    query [n, head_groups · GROUP, RANK + BEHIND], out [n, head_groups · GROUP, RANK]. With SINKS, `sinks` float32
+    [head_groups · GROUP] are attention sinks, which only add to the softmax's denominator. The rest is as in
+    `attention_kernel`, with a group of heads in the place of the heads that share a KV head."""
     part = tl.program_id(0)
     group = tl.program_id(1)
     if part >= tl.load(parts + 1 + items):

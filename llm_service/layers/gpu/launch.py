@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _PROGRAMS = 256
-"""As many as keep a large GPU's memory busy: a product of few rows and outputs is split by inputs into so many."""
+"""Programs enough to keep a large GPU's memory busy: a product of few rows and few outputs is split along its inputs
+into so many."""
 LEAST = 1024
 """Inputs of a split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What one program computes, and with how many warps; `splits` share the inputs."""
+    """Tile sizes of one program and its number of warps; `splits` programs share the inputs."""
 
     rows: int
     outputs: int
@@ -23,7 +24,7 @@ class Launch:
 
 
 def splits_of(outputs: int, inputs: int) -> int:
-    """Programs that share the inputs of a product of few rows, each of which has 64 outputs."""
+    """How many programs share the inputs in a product of few rows, if each computes 64 outputs."""
     programs, splits = -(-outputs // 64), 1
     while programs * splits * 2 <= _PROGRAMS and inputs // (2 * splits) >= LEAST:
         splits *= 2

@@ -1,5 +1,5 @@
-"""What adapters add to rows of a batch, each of which may have another one, in Triton: two kernels a layer, whatever
-the number of adapters, from slots that never move, so that a graph may hold them."""
+"""Adds the adapters of a batch, a different one for each row if need be, in Triton: two kernels per layer, whatever the
+number of adapters. Slots never move in memory, so CUDA graphs can hold them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from llm_service.layers.lora.row_tiles import TILE, RowTiles
 
 _INPUTS, _SPLIT, _RANKS, OUTPUTS = 128, 1024, 64, 64
-"""What a program takes: inputs at a time and in all, of a rank at a time, outputs."""
+"""Tile sizes: inputs at a time and in all, ranks, outputs."""
 
 
 @triton.jit(do_not_specialize=["parts", "count"])
@@ -37,10 +37,12 @@ def shrink_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Rows of x times the A of their slots. Grid [tiles, parts * PIECES, inputs / SPLIT]; a piece is RANKS of a rank.
+    """Multiplies rows of x with the A of their slots. Grid [tiles, parts * PIECES, inputs / SPLIT]; a piece is RANKS of
+    a rank.
 
-    Rows of x are `x_row` apart; a [slots, parts, rank, inputs]; int32 rows [count], tiles [tiles, 3], ranks [slots,
-    parts]; float32 between [inputs / SPLIT, parts, count, RANKS * PIECES], where tiles have their rows together.
+    Rows of x are `x_row` elements apart; a [slots, parts, rank, inputs]; int32 rows [count], tiles [tiles, 3], ranks
+    [slots, parts]; float32 between [inputs / SPLIT, parts, count, RANKS * PIECES], where the rows of a tile are
+    adjacent.
     """
     slot = tl.load(tiles + tl.program_id(0) * 3)
     part, piece, split = tl.program_id(1) // PIECES, tl.program_id(1) % PIECES, tl.program_id(2)
@@ -87,10 +89,9 @@ def expand_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """What `shrink_kernel` left, times the scale and the B of each row's slot, is added to out, whose rows are
-    `out_row` apart. Grid [tiles, blocks]; b [slots, rank, outputs]; float32 scales [slots, parts]; int32 blocks
-    [blocks, 3]: a part, and which outputs of it, BLOCK at most.
-    """
+    """Multiplies the result of `shrink_kernel` with the scale and the B of each row's slot and adds it to out, whose
+    rows are `out_row` elements apart. Grid [tiles, blocks]; b [slots, rank, outputs]; float32 scales [slots, parts];
+    int32 blocks [blocks, 3]: a part and the begin and end of its outputs, at most BLOCK."""
     slot = tl.load(tiles + tl.program_id(0) * 3)
     if slot >= 0:
         part = tl.load(blocks + tl.program_id(1) * 3)
@@ -137,18 +138,18 @@ class AdapterLaunch:
 
     @property
     def both(self) -> dict[str, int | str]:
-        """What both take."""
+        """Arguments of both kernels."""
         sizes = {"HEIGHT": TILE, "RANKS": self.ranks, "PIECES": self.pieces}
         return {**sizes, "PRECISION": self.precision, "WIDEN": self.widen}
 
     @property
     def shrink(self) -> dict[str, int | str]:
-        """What the first one takes."""
+        """Constants of `shrink_kernel`."""
         return {**self.both, "BLOCK": _INPUTS, "SPLIT": _SPLIT, "num_warps": 4}
 
     @property
     def expand(self) -> dict[str, int | str]:
-        """What the second one takes."""
+        """Constants of `expand_kernel`."""
         return {**self.both, "BLOCK": OUTPUTS, "num_warps": 4}
 
 
@@ -160,9 +161,9 @@ def add(
     blocks: Tensor,
     tiles: RowTiles,
 ) -> None:
-    """Adds scale · x Aᵀ Bᵀ to out [n, outputs] in place, for x [n, inputs] and slots of A [slots, parts, rank, inputs]
-    and B [slots, rank, outputs], of which ranks int32 [slots, parts] are filled, with scales float32 [slots, parts];
-    `blocks` int32 [k, 3] are part, begin and end of all outputs, OUTPUTS of them at most."""
+    """Adds scale · x Aᵀ Bᵀ to out [n, outputs] in place, for x [n, inputs], slots of A [slots, parts, rank, inputs] and
+    B [slots, rank, outputs], of which ranks int32 [slots, parts] are used, and scales float32 [slots, parts]. `blocks`
+    int32 [k, 3] are part, begin and end of the outputs, at most OUTPUTS each."""
     (a, b), (ranks, scales), number = matrices, of_slots, len(tiles.tiles)
     if not number:
         return

@@ -1,4 +1,4 @@
-"""Slots on a GPU, from which our kernels there compute."""
+"""Adapter slots on a GPU, computed by our Triton kernels."""
 
 from __future__ import annotations
 

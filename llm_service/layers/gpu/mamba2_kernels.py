@@ -1,7 +1,7 @@
-"""Mamba-2 in Triton: a token each of many sequences, and runs of tokens, in three kernels besides the convolution's.
+"""Mamba-2 in Triton: three kernels besides the convolution's, for decoding and for runs of tokens.
 
-`steps`, `runs` and `tiles` are as in `gdn_kernels`, and `answers` int32 [n] is 1 for tokens of answers. Rows of `z` and
-`dt` are `*_row` apart; `mixed`, what was convolved, `read` float32 and `out` are whole.
+`steps`, `runs` and `tiles` are as in `gdn_kernels`; `answers` int32 [n] is 1 for tokens of answers. Rows of `z` and
+`dt` are `*_row` elements apart; `mixed` (the convolved rows), `read` float32 and `out` are contiguous.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def mamba2_scan_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A run's tiles, one after the other, through PART columns of a head's state, which stay on the multiprocessor.
-    Grid [r, heads, HEAD_DIM / PART]."""
+    """Takes a run's tiles in order through PART columns of a head's state, which stays on the multiprocessor. Grid [r,
+    heads, HEAD_DIM / PART]."""
     run, head = runs + tl.program_id(0) * 5, tl.program_id(1)
     begin, end, slot = tl.load(run), tl.load(run + 1), tl.load(run + 2).to(tl.int64)
     fresh, tile = tl.load(run + 3), tl.load(run + 4)
@@ -122,7 +122,7 @@ def mamba2_scan_kernel(
             bias,
             least,
         )
-        delta = tl.where(known, delta, 0.0)  # behind the run's end nothing fades and nothing is written
+        delta = tl.where(known, delta, 0.0)  # no decay or write behind the run's end
         total = tl.cumsum(rate * delta, 0)
         last = tl.min(total, 0)
         key = _heads(mixed, row, end, heads * HEAD_DIM + head // GROUP * STATE_DIM, channels, STATE_DIM, STATE)

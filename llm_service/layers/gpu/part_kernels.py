@@ -1,5 +1,5 @@
-"""What Triton kernels of attention over a paged cache have in common: items and their parts, which positions a token
-sees, the online softmax, and how parts of a context are joined."""
+"""Shared by the Triton kernels of paged attention: items and their parts, the positions that a token sees, the online
+softmax, and joining the parts of a context."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def item_of(starts, part, items):
-    """Which of `items` items a part is of: the last one that does not begin behind it. One without parts begins where
-    the next one does."""
+    """The item that a part belongs to: the last one that begins at or before it. An item without parts begins where the
+    next one does."""
     low = 0
     high = items
     while high - low > 1:
@@ -34,7 +34,7 @@ def sequence_of(item, tiles, TOKENS: tl.constexpr):
 
 @triton.jit
 def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first position that a token sees, of a window and of chunks, of which 0 is none."""
+    """The first position that a token sees with a sliding window and with chunks; 0 stands for none of either."""
     first = position - position
     if WINDOW > 0:
         first = tl.maximum(first, position + 1 - WINDOW)
@@ -45,8 +45,8 @@ def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def softmax_step(highest, total, scores, UNSEEN: tl.constexpr):
-    """Takes scores [rows, n] into each row's maximum and sum of weights. Returns both, the weights, and what sums of
-    before are to be multiplied by. With UNSEEN a row may have seen nothing yet."""
+    """Adds scores [rows, n] to each row's maximum and sum of weights. Returns both, the weights, and the factor for
+    earlier sums. With UNSEEN a row may not have seen any key yet."""
     higher = tl.maximum(highest, tl.max(scores, 1))
     against = higher
     if UNSEEN:
@@ -78,10 +78,10 @@ def leave_sums(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Writes what the rows of a program have summed, each of a `token` and one of its `heads`; those that are `whole`
-    [rows, dims] are real. Of an item of one part (`room` −1) the result goes to `out` [n, heads, HEAD_DIM]. Of the
-    others part number `own` leaves unnormalised sums in `mixtures` [room + own, kv_heads, TOKENS · GROUP, HEAD_DIM],
-    with their maxima and sums of weights beside them, for `combine_kernel`."""
+    """Writes the results of a program's rows, each of a `token` and one of its `heads`; only rows that are `whole`
+    [rows, dims] are real. An item with one part (`room` −1) is written to `out` [n, heads, HEAD_DIM]. Part number `own`
+    of any other item writes unnormalised sums to `mixtures` [room + own, kv_heads, TOKENS · GROUP, HEAD_DIM], with
+    their maxima and sums of weights, for `combine_kernel`."""
     if room < 0:
         result = (mixed / total[:, None]).to(out.dtype.element_ty)
         place = token * kv_heads * GROUP + heads

@@ -1,5 +1,5 @@
-"""Products with weights of 8 or 4 bits, in Triton. Numbers become 16-bit floats in registers, on their way into the
-tensor cores, which loses nothing; the sums of a group are multiplied with its scale in float32."""
+"""Products with 8-bit or 4-bit weights, in Triton. Codes become 16-bit floats in registers before the tensor cores read
+them, without loss; the sum of each group is multiplied with its scale in float32."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 
 INT8, UINT8, E4M3, UINT4, E2M1, LEVELS = (tl.constexpr(each) for each in range(6))
-"""What the bits of a number say. Of the last three there are two in a byte, the first in its lower half; of the last
-one they are the place of a number in a table."""
+"""Number formats. The last three have two numbers in a byte, the first in its lower half; LEVELS are indices of a
+table."""
 
 
 @triton.jit
 def _numbers(codes, levels, FORM: tl.constexpr, TYPE: tl.constexpr):
-    """uint8 [n, c] → TYPE [n, c], or [n, 2 · c] of two in a byte; `levels` float32 [16] is the table, if there is one.
-    An e4m3 is 2⁻⁸ of what it should be, an e2m1 2⁻¹⁴, since a float16's exponent begins elsewhere: so no number needs
-    arithmetic."""
+    """uint8 codes [n, c] → TYPE [n, c], or [n, 2 · c] of two per byte; `levels` float32 [16] is the table of LEVELS. An
+    e4m3 comes out times 2⁻⁸ and an e2m1 times 2⁻¹⁴, because a float16's exponent has another bias: so the conversion
+    only moves bits."""
     if FORM == INT8:
         found = codes.to(tl.int8, bitcast=True).to(TYPE)
     elif FORM == UINT8:
@@ -38,7 +38,7 @@ def _numbers(codes, levels, FORM: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _constants(at, inside, E4M3_SCALES: tl.constexpr):
-    """float32: scales, of which e4m3 come as bytes, and are 2⁻⁸ of what they should be."""
+    """Scales in float32. Those of e4m3 are stored as bytes and come out times 2⁻⁸."""
     found = tl.load(at, inside, 0)
     return _numbers(found, at, E4M3, tl.float32) if E4M3_SCALES else found.to(tl.float32)
 
@@ -56,8 +56,8 @@ def _tile(base, levels, n, k, outputs, start, FORM: tl.constexpr, INPUTS: tl.con
 
 @triton.jit
 def rows_of(tile, ends, EXPERTS: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr):
-    """Whose rows a tile of ROWS has, and which: the expert, its first row and its end. Rows of each expert end before
-    row `ends` [EXPERTS]; a tile behind all of them is no expert's. POWER is a power of 2, at least EXPERTS."""
+    """The expert of a tile of ROWS rows, its first row, and its end. The rows of each expert end before row `ends`
+    [EXPERTS]; a tile behind all of them has no expert. POWER is a power of 2, at least EXPERTS."""
     each = tl.arange(0, POWER)
     end = tl.load(ends + each, each < EXPERTS, 0)
     begin = tl.load(ends + each - 1, (each > 0) & (each < EXPERTS), 0)
@@ -100,11 +100,11 @@ def product_kernel(
 ):
     """Grid [n / OUTPUTS, tiles of rows, SPLITS]; x [m, k] and out [SPLITS, m, n] are contiguous.
 
-    Weights are those of `GpuWeight`, with `group_count` groups of inputs: of COLUMNS each, the first of which is
-    without its first `before`, where a tile of INPUTS lies in one of them; or, where COLUMNS is 0, as int32
-    groups [k] says. ONE: there is one group. ZEROS: 0 for none, 1 for one of each output, 2 for one of each of its
-    groups. Of EXPERTS (at most POWER, a power of 2) the rows of each end before row `ends` [EXPERTS]; there are as
-    many tiles as there may be. With 0 all rows are of the one weight that there is.
+    Weights are those of `GpuWeight`, with `group_count` groups of inputs. If a tile of INPUTS lies in one group, groups
+    have COLUMNS inputs each, of which the first lacks `before`; if COLUMNS is 0, int32 groups [k] gives the group of
+    each input. ONE: there is one group. ZEROS: 0 for no zero points, 1 for one per output, 2 for one per output and
+    group. The rows of each of EXPERTS (at most POWER, a power of 2) end before row `ends` [EXPERTS]; the number of
+    tiles is the most that there may be. With EXPERTS 0 all rows use the only weight.
     """
     tile = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -146,7 +146,7 @@ def product_kernel(
                 total = tl.dot(w.to(TYPE), a, total, input_precision=PRECISION)
             else:
                 scale = _constants(scale_base + group * n + outputs, real, E4M3_SCALES)
-                if FORM == LEVELS:  # no 16 bits have these numbers, and its library rounds what they are scaled to
+                if FORM == LEVELS:  # no 16-bit type holds these; its library rounds scaled values
                     total = tl.dot((w * scale[:, None]).to(TYPE), a, total, input_precision=PRECISION)
                 else:
                     total += tl.dot(w, a, input_precision=PRECISION) * scale[:, None]

@@ -1,4 +1,5 @@
-"""Quantised weights on a GPU: they stay as they are, and become longer where they are multiplied with."""
+"""Quantised weights on a GPU: they stay quantised in memory, and are dequantised in the kernels that multiply with
+them."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
 from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight
 
 _MANY = 256
-"""Rows from which on a weight is widened in memory, once for all of them, and transformers' product is faster."""
+"""From so many rows on, a weight is dequantised in memory once for all of them, because transformers' product is then
+faster."""
 _MANY_EACH = 64
-"""Rows of an expert, on the average, from which on its product is bound by arithmetic."""
+"""From so many rows per expert on, on average, its product is bound by arithmetic."""
 _AT_ONCE = 1 << 25
 """Numbers that are widened at a time for them."""
 _WIDEN = 32, 128
@@ -36,12 +38,12 @@ _FORMS = {
     Number.FP4: kernels.LEVELS.value,
 }
 _SHARE = {Number.E4M3: 2.0**-8, Number.E2M1: 2.0**-14}
-"""What the kernel takes a number for, as a part of it."""
+"""The factor by which the kernel reads each number."""
 
 
 def launch_for(rows: int, outputs: int, inputs: int, tile: int) -> Launch:
-    """For so many rows of a weight whose groups are cut at multiples of `tile` inputs. It does not depend on how many
-    of sixteen rows there are."""
+    """The launch for so many rows of a weight whose groups begin at multiples of `tile` inputs. It is the same for any
+    number of rows within a multiple of sixteen."""
     if rows > 64:
         return Launch(128, 64, min(64, tile), 1, 4, 3)
     return Launch(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, tile, splits_of(outputs, inputs), 4, 3)
@@ -49,13 +51,14 @@ def launch_for(rows: int, outputs: int, inputs: int, tile: int) -> Launch:
 
 @dataclass(frozen=True, slots=True)
 class GpuWeight:
-    """Weights of experts, or one, as `GroupedWeight` has them: codes uint8 [experts, outputs, …], scale
-    [experts, groups, outputs] (e4m3 as bytes), zero 8 bits [experts, groups or 1 or 0, outputs], unit float32
-    [experts, outputs]. `levels` float32 are the numbers of 16 codes, where these say a place among them, else anything.
+    """Weights of one or more experts in the layout of `GroupedWeight`: codes uint8 [experts, outputs, …], scale
+    [experts, groups, outputs] (e4m3 as bytes), zero, 8 bits, [experts, groups or 1 or 0, outputs], unit float32
+    [experts, outputs]. `levels` float32 are the numbers of 16 codes if these are indices, otherwise a placeholder.
 
-    `groups` int32 [inputs] is the group of each input. Where tiles of `tile` inputs lie in one, groups are of `columns`
-    inputs each, and the first lacks its first `before`; else `columns` is 0. `order` int64 [inputs] if there is one.
-    `scaled`, of experts `scaled_experts`, computes many rows in bfloat16, where it is there.
+    `groups` int32 [inputs] is the group of each input. If tiles of `tile` inputs lie in one group each, groups have
+    `columns` inputs, and the first group lacks its first `before`; otherwise `columns` is 0. `order` int64 [inputs], if
+    any, is the order of the inputs. `scaled`, or `scaled_experts` for experts, computes many rows in bfloat16 where it
+    is available.
     """
 
     number: Number
@@ -75,8 +78,8 @@ class GpuWeight:
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GpuWeight | None:
-        """Weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their outputs
-        goes. None where they are not quantised alike. Raises ValueError where a weight is not a number."""
+        """Concatenates the outputs of weights over the same inputs; `order` int64 [outputs] says where each output
+        goes. None if they are not quantised alike. Raises ValueError if a weight is not a number."""
         if (whole := GroupedWeight.of(parts, order)) is None:
             return None
         made = cls._of([whole])
@@ -84,8 +87,8 @@ class GpuWeight:
 
     @classmethod
     def of_experts(cls, experts: Sequence[Sequence[QuantizedWeight]]) -> GpuWeight:
-        """Of each expert weights over the same inputs, one below the other. Raises ValueError where they are not
-        quantised alike, or one is not a number."""
+        """Concatenates for each expert the outputs of weights over the same inputs. Raises ValueError if they are not
+        quantised alike, or a weight is not a number."""
         found = [whole for parts in experts if (whole := GroupedWeight.of(parts)) is not None]
         first = found[0] if found else None
         if first is None or len(found) < len(experts) or not all(_alike(each, first) for each in found):
@@ -143,8 +146,8 @@ class GpuWeight:
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], self.outputs)
 
     def grouped_product(self, x: Tensor, ends: Tensor, among: int = 0) -> Tensor:
-        """x [m, inputs] → [m, outputs]: rows of expert e, which end before row `ends[e]`, int32, by its weight; `among`
-        as in `GroupedProduct`."""
+        """x [m, inputs] → [m, outputs]. The rows of expert e, which end before row `ends[e]` (int32), are multiplied
+        with its weight; `among` as in `GroupedProduct`."""
         among = among or len(self.codes)
         many = len(x) > _MANY_EACH * among
         if many and self.scaled_experts is not None and x.dtype == torch.bfloat16:
@@ -165,7 +168,7 @@ class GpuWeight:
         return out
 
     def _wide(self, dtype: torch.dtype, begin: int, end: int) -> Tensor:
-        """[end − begin, inputs]: some outputs of it, inputs in the order of `order`."""
+        """Dequantises outputs [begin, end): [end − begin, inputs], with inputs in the order of `order`."""
         count = end - begin
         out = torch.empty(count, self.inputs, dtype=dtype, device=self.codes.device)
         grid = (triton.cdiv(count, _WIDEN[0]), triton.cdiv(self.inputs, _WIDEN[1]))
@@ -219,7 +222,7 @@ class GpuWeight:
 
 
 def _levels(number: Number, unit: Tensor) -> Tensor:
-    """As in `GpuWeight`, on the device of its `unit`, which stands for what is not read."""
+    """The `levels` of a `GpuWeight`, on the device of its `unit`, which serves as the placeholder."""
     levels = LEVELS.get(number.value)
     return unit if levels is None else _table(levels, unit.device)
 
@@ -265,8 +268,8 @@ def _ordered(weight: GroupedWeight) -> Tensor:
 
 
 def _regular(ends: Sequence[int]) -> tuple[int, int, int]:
-    """The largest tile of inputs that lies in one group wherever it begins, the groups' size, and how many inputs the
-    first one lacks; columns are 0 where groups are of several sizes, or too small."""
+    """The largest tile of inputs that lies in one group wherever it begins, the size of the groups, and how many inputs
+    the first one lacks. The size is 0 where groups differ in size or are too small."""
     if len(ends) == 1:
         return 128, 1 << 30, 0
     columns = max(end - begin for begin, end in zip([0, *ends], ends, strict=False))

@@ -1,5 +1,5 @@
-"""Which experts a row goes to, and what comes back, in Triton: three kernels in place of some fifteen operators, which
-take a GPU longer to begin than to compute where rows are few. See `RowOps`."""
+"""Routing of rows to experts and back, in Triton: three kernels instead of about fifteen operators, whose launches take
+longer than their work where rows are few. See `RowOps`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_service.layers.gpu.row_kernels import whole_rows
 from llm_service.layers.ops import Pair, Routes
 
 _BLOCK = 1024
-"""Choices that are looked at once, and numbers of a row that one program adds up."""
+"""Choices that are read at once, and the elements of a row that one program sums."""
 
 
 @triton.jit
@@ -43,18 +43,20 @@ def route_kernel(
 
 @triton.jit
 def _numbers(chosen, choice, count, first, experts):
-    """int32: which of `experts` from number `first` on are chosen, `experts` where it is another."""
+    """int32: the local number of each choice if it is one of the `experts` from number `first` on; otherwise
+    `experts`."""
     number = tl.load(chosen + choice, choice < count, -1).to(tl.int32) - first
     return tl.where((number < 0) | (number >= experts), experts, number)
 
 
 @triton.jit(do_not_specialize=["count", "first", "experts"])
 def sort_kernel(rows, places, ends, chosen, count, first, experts, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the rows of one expert go: behind those of all before it, in order. `count` choices, of which those of
-    `experts` from number `first` on count; grid [experts], and one more program where there are others, whose rows go
-    behind all of these.
+    """Sorts choices by expert: the rows of an expert are placed behind those of all experts before it, in order. Of
+    `count` choices, those of the `experts` from number `first` on count. Grid [experts], and one more program if there
+    are other experts, whose choices are placed behind all of these.
 
-    Each program counts for itself how many go before its own: to read all choices twice is less than a second launch.
+    Each program itself counts the choices that go before its own: reading all choices twice is cheaper than a second
+    launch.
     """
     expert = tl.program_id(0)
     before = 0
@@ -76,8 +78,8 @@ def sort_kernel(rows, places, ends, chosen, count, first, experts, PER_TOKEN: tl
 
 @triton.jit
 def weighted_sum_kernel(out, x, places, weights, size, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a token's PER_TOKEN rows of x, each times its weight; one whose place is below 0 is not read. Grid
-    [tokens, size / BLOCK]; rows are whole."""
+    """The weighted sum of each token's PER_TOKEN rows of x; a row whose place is below 0 is skipped. Grid [tokens, size
+    / BLOCK]; rows are contiguous."""
     token = tl.program_id(0).to(tl.int64)
     dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

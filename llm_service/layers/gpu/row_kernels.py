@@ -1,6 +1,6 @@
-"""What a decoder does to its rows between two products, in Triton, one kernel each: a GPU ends a step of few tokens
-faster than it can begin its kernels, so their number counts. What torch's operators would round in between is rounded
-here as well, so that it makes no difference which of them compute."""
+"""Row-wise operations of a decoder between two products, in Triton, one kernel each: for few tokens a GPU runs kernels
+faster than they can be launched, so their number counts. Intermediate results are rounded where torch's operators would
+round them, so either gives the same result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_service.layers.ops import Pair
 _log = log.get("kernels")
 
 _HEADS, _GATES = 8, 1024
-"""What one program takes: heads of a token; places of a row."""
+"""Tile sizes: heads of a token; elements of a row."""
 
 
 @triton.jit
@@ -28,14 +28,16 @@ def _rounded(x, like):
 
 @triton.jit
 def _normal(x, like, gain):
-    """float32, rounded where a gain has no more digits than a pointer's elements: see `RowOps.rms_norm`."""
+    """Normed rows in float32, times the gain; rounded first if the gain's dtype has no more digits than the pointer's:
+    see `RowOps.rms_norm`."""
     return x if gain.dtype.element_ty == tl.float32 else _rounded(x, like)
 
 
 @triton.jit
 def norm_kernel(out, x, more, total, gain, row, more_row, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """A row over the root of its mean square, times `gain`; where ADD says so, of the sum of rows of x and more, which
-    goes to total. Grid [rows]; those of x are `row` apart, those of more `more_row`; out and total are whole."""
+    """RMS norm of a row, times `gain`. With ADD it norms the sum of the rows of x and `more`, which is stored in
+    `total`. Grid [rows]; rows of x are `row` elements apart, those of `more` `more_row`; out and total are
+    contiguous."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < size
@@ -66,11 +68,11 @@ def qk_norm_rotary_kernel(
     DIMS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Norms heads, where NORM says so, and turns the first ROTARY numbers of each by their token's angles. Grid
-    [tokens, heads / PART].
+    """Norms heads (if NORM) and rotates the first ROTARY elements of each by its token's angles. Grid [tokens, heads /
+    PART].
 
-    Tokens of x are `row` apart, their heads lie together, the first `queries` of them queries, the rest keys; out
-    [tokens, heads, HEAD], cosine and sine [tokens, ROTARY].
+    Tokens of x are `row` elements apart, with their heads adjacent: first `queries` queries, then keys. out [tokens,
+    heads, HEAD], cosine and sine [tokens, ROTARY].
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * PART + tl.arange(0, PART)
@@ -100,9 +102,9 @@ def qk_norm_rotary_kernel(
 
 @triton.jit
 def gate_kernel(out, x, ends, inner, GELU: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr):
-    """silu(first half) · second half of each row, or gelu's by its hyperbolic tangent: x · logistic(√(8 / π) · (x +
-    0.044715 · x³)). Grid [rows, inner / BLOCK]; x [rows, 2 · inner] is contiguous. Of `ends` int32 [ENDS], if there are
-    any, the last is that of the rows that count."""
+    """silu(first half) · second half of each row; with GELU the tanh approximation of gelu instead of silu: x ·
+    logistic(√(8 / π) · (x + 0.044715 · x³)). Grid [rows, inner / BLOCK]; x [rows, 2 · inner] is contiguous. The last of
+    `ends` int32 [ENDS], if there are any, is the end of the rows that count."""
     token = tl.program_id(0).to(tl.int64)
     if ENDS:
         last = tl.load(ends + ENDS - 1)
@@ -132,7 +134,7 @@ def add_rms_norm(x: Tensor, more: Tensor, gain: Tensor, eps: float) -> Pair:
 
 
 def _norm(x: Tensor, more: Tensor, total: Tensor | None, gain: Tensor, eps: float) -> Tensor:
-    """What `norm_kernel` gives; `more` is not touched where there is no `total` that it would be added for."""
+    """The result of `norm_kernel`. Without `total`, `more` is not read."""
     n, size = x.shape
     x, more = whole_rows(x), whole_rows(more)
     out = torch.empty((n, size), dtype=x.dtype, device=x.device)
@@ -160,7 +162,7 @@ def qk_norm_rotary(
     n, heads, head_dim = x.shape[0], queries + keys, x.shape[2]
     out = torch.empty((n, heads, head_dim), dtype=x.dtype, device=x.device)
     x, (cosine, sine) = whole_rows(x), (table.contiguous() for table in rotary)
-    query_gain, key_gain = (gain.contiguous() for gain in gains or (cosine, sine))  # not read where nothing is normed
+    query_gain, key_gain = (gain.contiguous() for gain in gains or (cosine, sine))  # not read without a norm
     qk_norm_rotary_kernel[(n, triton.cdiv(heads, _HEADS))](
         out,
         x,
@@ -183,7 +185,7 @@ def qk_norm_rotary(
 
 
 def whole_rows(x: Tensor) -> Tensor:
-    """x [n, …] whose rows may be apart, as kernels are told, and have nothing between their numbers."""
+    """x [n, …] with contiguous rows. Rows may be apart from each other, because kernels are told their stride."""
     return x if x.is_contiguous() or x[:1].is_contiguous() else x.contiguous()
 
 
@@ -212,7 +214,8 @@ def _act_and_mul(x: Tensor, ends: Tensor | None, *, gelu: bool) -> Tensor:
 
 @functools.cache
 def run_on(device: torch.device) -> bool:
-    """Whether these run there: Triton comes with torch, and may still lack a C compiler, or a folder to write to."""
+    """Whether Triton's kernels run on a device. Triton comes with torch, but may lack a C compiler or a writable cache
+    directory."""
     try:
         rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
     except Exception as error:  # noqa: BLE001 - whatever it fails with, torch computes the same

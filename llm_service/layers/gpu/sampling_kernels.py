@@ -1,7 +1,8 @@
-"""Choosing tokens in Triton, nothing of which asks the host: what a draw does to a row of logits, and the draw itself.
+"""Sampling in Triton, without waiting for the host: adjusting a row of logits, and the draw itself.
 
-A row's highest values are known in order (`HEAD` of them, by torch's top-k), and nearly always hold all that may be
-drawn. Where they do not, the program of that row, and of no other, goes through its whole vocabulary."""
+The `HEAD` highest logits of each row are known in order, by torch's top-k, and nearly always contain everything that
+may be drawn. Where they do not, the program of that row scans its whole vocabulary; the others do not.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ def adjust_kernel(
     SEEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Penalties, then a grammar's mask, in place. Grid [rows, vocabulary / BLOCK]; rows of logits are `stride` apart.
+    """Applies penalties, then a grammar's mask, in place. Grid [rows, vocabulary / BLOCK]; rows of logits are `stride`
+    elements apart.
 
-    `table` float64 [rows, 8]: which row, and of `counts` and `masks` (-1: none), the penalties for repetition, presence
-    and frequency. `counts` int32 [, vocabulary]: how often a token was chosen, and SEEN more where the prompt has it.
-    `masks` uint8 [, mask_bytes]: a bit for each token, little-endian.
+    `table` float64 [rows, 8]: the row, its row in `counts` and in `masks` (−1: none), and the penalties for repetition,
+    presence and frequency. `counts` int32 [, vocabulary]: how often a token was sampled, plus SEEN if it is in the
+    prompt. `masks` uint8 [, mask_bytes]: one bit for each token, little-endian.
     """
     own = table + tl.program_id(0) * 8
     row = tl.load(own).to(tl.int64)
@@ -94,12 +96,12 @@ def _mass(row, bound, highest, scale, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bound(row, top_k, top_p, highest, scale, vocabulary, BLOCK: tl.constexpr):
-    """The lowest score, as `_order` has it, that top-k and top-p leave: found by halves, since there are fewer scores
-    above a bound, and less mass, the higher it is."""
+    """The lowest score, in the order of `_order`, that top-k and top-p keep. Found by bisection: a higher bound keeps
+    fewer scores and less mass."""
     low = tl.full([], -(1 << 31), tl.int64)
     if top_k < vocabulary:
         high = tl.full([], (1 << 31) - 1, tl.int64)
-        for _ in range(32):  # the highest bound that still leaves so many
+        for _ in range(32):  # the highest bound that still keeps top_k scores
             middle = (low + high + 1) >> 1
             enough = _count(row, middle, vocabulary, BLOCK) >= top_k
             low = tl.where(enough, middle, low)
@@ -107,7 +109,7 @@ def _bound(row, top_k, top_p, highest, scale, vocabulary, BLOCK: tl.constexpr):
     if top_p < 1.0:
         share = top_p * _mass(row, low, highest, scale, vocabulary, BLOCK)
         high = _order(highest)
-        for _ in range(32):  # the lowest one above which there is less than the share
+        for _ in range(32):  # the lowest bound above which there is less than the share
             middle = (low + high) >> 1
             less = _mass(row, middle + 1, highest, scale, vocabulary, BLOCK) < share
             high = tl.where(less, middle, high)
@@ -161,13 +163,12 @@ def draw_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token for each row of the table, by inverse CDF over its vocabulary in order. Grid [rows].
+    """Samples one token for each row of the table, by inverse CDF over its vocabulary in order. Grid [rows].
 
-    `values` float32 and `places` int64 [rows, heads] are the highest of each row, in descending order; logits are
-    `stride` apart. `table` float64 [rows, 6]: which of logits and of `tokens` int64 the row and its token are, one over
-    the temperature, the place in [0, 1), top-k (the vocabulary's size for none), top-p, the logarithm of min-p. As in
-    transformers, each of these counts what the one before left, and tokens that are as likely as the last one kept
-    stay.
+    `values` float32 and `places` int64 [rows, heads] are the highest logits of each row, in descending order; rows of
+    logits are `stride` elements apart. `table` float64 [rows, 6]: the row of `logits` and of `tokens` int64, 1 /
+    temperature, the uniform number in [0, 1), top-k (the vocabulary size for none), top-p, and log min-p. As in
+    transformers, each filter applies to what the one before kept, and tokens that tie with the last one kept are kept.
     """
     program = tl.program_id(0).to(tl.int64)
     own = table + program * 6
@@ -188,8 +189,9 @@ def draw_kernel(
     weight = tl.where(inside, weight, 0.0)
     lowest = tl.max(tl.where(place == heads - 1, head, float("-inf")), 0)
 
-    # Behind the head lies nothing that may be drawn unless its last value may be, or top-k counts farther than it goes.
-    last = tl.max(tl.where(place == top_k - 1, head, float("-inf")), 0)  # -inf where top-k leaves all of the head
+    # Tokens behind the head may be drawn only if the head's last value may be, or top-k counts farther than the head
+    # goes.
+    last = tl.max(tl.where(place == top_k - 1, head, float("-inf")), 0)  # -inf where top-k keeps all of the head
     within = inside & (head >= last)
     mass = tl.sum(tl.where(within, weight, 0.0), 0).to(tl.float64)
     if (top_p < 1.0) & (top_k >= vocabulary):

@@ -1,5 +1,5 @@
-"""Rows that are rounded to e4m3, in Triton, and products of experts in 8 bits on both sides: torch has none whose
-scales are for blocks."""
+"""Rounding of rows to e4m3, and products of experts with 8 bits on both sides, in Triton: torch has no such grouped
+product with scales of blocks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _HIGHEST = tl.constexpr(448.0)
 _LEAST_NORMAL = tl.constexpr(2.0**-6)
 """Of e4m3; smaller ones are as far apart as these."""
 _NO_FOURTH = tl.constexpr(1.5 * 2.0**20)
-"""So many times its power of two, near which a float32 has no digits behind a number's third."""
+"""Times the number's power of two, this rounds a float32 to three bits behind the first when added to it."""
 _SMALLEST = tl.constexpr(2.0**-126 * 448.0)
-"""What is smaller is rounded as if it were this: its scale would not be a normal number."""
+"""Smaller maxima are rounded as if they were this: their scale would not be a normal number."""
 
 
 @triton.jit
 def _three_bits(x):
-    """float32 with as many digits behind the first as e4m3 has, halves to even: so the conversion changes nothing,
-    which Triton's interpreter does otherwise than a GPU."""
+    """Rounds float32 to the digits of e4m3, halves to even, so that the conversion itself changes nothing: Triton's
+    interpreter converts otherwise than a GPU."""
     power = (x.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     near = tl.maximum(power, _LEAST_NORMAL) * _NO_FOURTH
     return x + near - near
@@ -29,14 +29,14 @@ def _three_bits(x):
 
 @triton.jit
 def e4m3(x):
-    """Finite numbers as e4m3: those that are too large become its largest."""
+    """Finite numbers as e4m3; those that are too large become its largest."""
     return _three_bits(tl.minimum(tl.maximum(x.to(tl.float32), -_HIGHEST), _HIGHEST)).to(tl.float8e4nv)
 
 
 @triton.jit
 def _divided(x, largest):
-    """x float32 in steps of which _HIGHEST reach to `largest`, e4m3, and the step. There is none where one is not a
-    finite number."""
+    """Divides x float32 by a step such that _HIGHEST steps reach `largest`: returns e4m3 and the step, which is NaN
+    where a number is not finite."""
     finite = largest < float("inf")
     scale = tl.math.div_rn(tl.maximum(tl.where(finite, largest, 0.0), _SMALLEST), _HIGHEST)
     numbers = tl.math.div_rn(tl.where(finite, x, 0.0), scale)
@@ -45,7 +45,7 @@ def _divided(x, largest):
 
 @triton.jit
 def _size(x):
-    """float32: its absolute value; what is no number is as large as can be."""
+    """The absolute value in float32; NaN counts as infinity."""
     size = tl.abs(x)
     return tl.where(size < float("inf"), size, float("inf"))
 
@@ -64,10 +64,10 @@ def round_to_e4m3_kernel(
     BLOCK: tl.constexpr,
     ENDS: tl.constexpr,
 ):
-    """Grid [rows]. Rounds x [m, k] to e4m3 numbers [rows, k], of which those behind m are zeros; both are contiguous.
-    With a WIDTH, which divides k and BLOCK, each so many numbers have a scale, else all of a row: float32, in `scales`,
-    `row_stride` from that of the row before and `group_stride` from that of the group before. Of `ends` int32 [ENDS],
-    if there are any, the last is that of the rows that count."""
+    """Rounds x [m, k] to e4m3 `numbers` [rows, k], with zeros behind row m; both are contiguous. Grid [rows]. With
+    WIDTH, which divides k and BLOCK, each WIDTH numbers have a float32 scale, otherwise each row has one. In `scales`
+    the scale of the next row is `row_stride` elements on, and that of the next group `group_stride`. The last of `ends`
+    int32 [ENDS], if there are any, is the end of the rows that count."""
     row = tl.program_id(0).to(tl.int64)
     if ENDS:
         last = tl.load(ends + ENDS - 1)
@@ -114,12 +114,12 @@ def scaled_product_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Grid [n / OUTPUTS, tiles of rows]; x e4m3 [m, k] and out [m, n] are contiguous, and so are codes [experts, n, k],
-    e4m3 as bytes, and float32 scales.
+    """Grid [n / OUTPUTS, tiles of rows]; x e4m3 [m, k], out [m, n], codes [experts, n, k] (e4m3 as bytes) and float32
+    scales are contiguous.
 
-    Each INPUTS numbers of a row of x have a scale, x_scales [m, k / INPUTS], and each INPUTS of an output's, scales
-    [experts, k / INPUTS, n]; or, where ONE says so, all of a row and all of an output's. Of EXPERTS (at most POWER, a
-    power of 2) the rows of each end before row `ends` [EXPERTS]; there are as many tiles as there may be.
+    Each INPUTS numbers of a row of x have a scale, x_scales [m, k / INPUTS], and so have each INPUTS of an output,
+    scales [experts, k / INPUTS, n]; with ONE, each whole row and each whole output has one. The rows of each of EXPERTS
+    (at most POWER, a power of 2) end before row `ends` [EXPERTS]; the number of tiles is the most that there may be.
     """
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     expert, first, last = rows_of(tl.program_id(1), ends, EXPERTS, POWER, ROWS)

@@ -1,6 +1,6 @@
-"""Products in 8 bits on both sides, for checkpoints that are made for them: weights in e4m3, inputs rounded to it on
-their way, each row, or each 128 numbers of it, with a scale of its own. By transformers' kernels, for experts by one of
-ours, from Hopper on."""
+"""Products with 8 bits on both sides, for checkpoints made for them: weights in e4m3, inputs rounded to it at run time
+with a scale for each row or each 128 numbers. Computed by transformers' kernels, for experts by one of ours, on Hopper
+or later."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BLOCK = 128
 _ROUNDED = 4096
 """Numbers of a row that are rounded at a time, at most."""
 _ALIGNED = 16
-"""Sides of a product are multiples of it."""
+"""Sides of a product are multiples of this."""
 _HOPPER = (9, 0)
 _APART = 4e-3
-"""Of a product, how far it may be from that of the same rounded rows: bfloat16 takes 0.0017 of it."""
+"""How far a product may be from the exact one of the same rounded rows; bfloat16 takes 0.0017 of it."""
 _TRIED = 32 * _BLOCK
-"""Inputs of a trial: over so many it shows where sums are kept in fewer bits than float32 has."""
+"""Inputs of a trial: with so many, sums that are kept in fewer bits than float32 show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class ScaledWeight:
 
     @classmethod
     def of(cls, weight: GroupedWeight, codes: Tensor) -> ScaledWeight | None:
-        """Of a weight whose numbers are `codes` uint8; None where it is not made for this, or its device does not
-        compute it."""
+        """The weight for numbers `codes` uint8. None if its format is another one, or its device does not compute
+        it."""
         if not _is_made_for_it(weight):
             return None
         made = cls.laid_out(weight, codes)
@@ -51,7 +51,7 @@ class ScaledWeight:
 
     @classmethod
     def laid_out(cls, weight: GroupedWeight, codes: Tensor) -> ScaledWeight | None:
-        """The same, whatever its device; None where its sides or its groups do not fit."""
+        """The same, whatever its device. None if its sides or groups do not fit."""
         groups, outputs = weight.scale.shape
         numbers = codes.view(torch.float8_e4m3fn)
         if outputs % _ALIGNED or weight.inputs % _ALIGNED or weight.order is not None:
@@ -84,7 +84,7 @@ class ScaledWeight:
 
 @dataclass(frozen=True, slots=True)
 class ScaledLaunch:
-    """What one program computes, and with how many warps."""
+    """Tile sizes of one program and its number of warps."""
 
     rows: int = 64
     outputs: int = 128
@@ -104,8 +104,8 @@ class ScaledExperts:
 
     @classmethod
     def of(cls, experts: Sequence[GroupedWeight], codes: Tensor) -> ScaledExperts | None:
-        """Of experts' weights whose numbers are `codes` uint8; None where they are not made for this, or their device
-        does not compute it."""
+        """The experts' weights for numbers `codes` uint8. None if their format is another one, or their device does not
+        compute it."""
         first = experts[0]
         if not all(_is_made_for_it(each) for each in experts) or first.order is not None:
             return None
@@ -118,8 +118,8 @@ class ScaledExperts:
         return made if _are_right(blocks, codes.device) else None
 
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x bfloat16 [m, inputs] → [m, outputs], in the same type: rows of expert e, which end before row `ends[e]`,
-        int32, by its weight."""
+        """x bfloat16 [m, inputs] → bfloat16 [m, outputs]. The rows of expert e, which end before row `ends[e]` (int32),
+        are multiplied with its weight."""
         (experts, n, k), m, launch = self.codes.shape, len(x), ScaledLaunch()
         out = x.new_empty(m, n)
         if not m:
@@ -147,9 +147,9 @@ class ScaledExperts:
 def _rounded(
     x: Tensor, *, blocks: bool, rows: int, by_group: bool = False, ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `rounded_plainly`, by a kernel: each 128 numbers, with `blocks`, or all of a row, and zeros up to `rows` rows.
-    Scales lie together by row, or `by_group`. Of experts whose rows end before row `ends`, those behind all are left as
-    anything."""
+    """As `rounded_plainly`, by a kernel: with `blocks` a scale for each 128 numbers, otherwise for each row; padded
+    with zeros to `rows` rows. Scales are stored by row, or with `by_group` by group. With `ends`, where each expert's
+    rows end, the rows behind all experts are left uninitialised."""
     m, k = x.shape
     groups = k // _BLOCK if blocks else 1
     numbers = x.new_empty(rows, k, dtype=torch.float8_e4m3fn)
@@ -168,8 +168,8 @@ def _rounded(
 
 
 def rounded_plainly(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """x [m, k] as e4m3, and the scale of each `width` numbers, float32 [m, k / width]: the largest of them is the
-    largest that there is. By torch's operators."""
+    """Rounds x [m, k] to e4m3 by torch's operators. Returns it and the scale of each `width` numbers, float32 [m, k /
+    width], with which the largest of them becomes e4m3's largest."""
     parts = x.contiguous().view(len(x), -1, width)
     scale = parts.abs().amax(2, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).tiny * _HIGHEST)
     scale /= _HIGHEST
@@ -192,7 +192,7 @@ def _computes(device: torch.device) -> bool:
 
 @cache
 def _is_right(blocks: bool, device: torch.device) -> bool:
-    """Whether transformers' kernel is there, and gives what plain torch does. Tried once, when a model is loaded."""
+    """Whether transformers' kernel runs and agrees with plain torch. Tried once, when a model is loaded."""
     weight, wide = _example(blocks, device)
     made = ScaledWeight.laid_out(weight, weight.codes)
     assert made is not None
@@ -212,7 +212,7 @@ def _are_right(blocks: bool, device: torch.device) -> bool:
 
 
 def _rows_of(wide: Tensor, blocks: bool) -> tuple[Tensor, Tensor]:
-    """Rows bfloat16, and the product of what they are rounded to."""
+    """Rows in bfloat16, and the product of their rounded form."""
     x = torch.randn(40, _TRIED, device=wide.device).bfloat16()
     numbers, scale = rounded_plainly(x, _BLOCK if blocks else _TRIED)
     return x, (numbers.float() * scale.repeat_interleave(_TRIED // scale.shape[1], 1)) @ wide.T

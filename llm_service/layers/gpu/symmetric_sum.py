@@ -1,6 +1,6 @@
-"""Sums over the ranks of one host by torch's symmetric memory: each GPU reads the others' summands where they lie,
-which for the few rows of a decoding step takes fewer hops than NCCL's ring. All ranks get the same bits: a sum is taken
-in the order of the ranks, or once by one of them."""
+"""All-reduce over the ranks of one host by torch's symmetric memory: each GPU reads the others' summands in place,
+which for the few rows of a decode step takes fewer hops than NCCL's ring. All ranks get the same bits: a sum is taken
+in the order of the ranks, or by one rank for all."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 CAPACITY = 8 << 20
-"""Bytes of the longest sum; NCCL takes longer ones, whose time is that of the links."""
+"""Bytes of the longest sum. Longer ones go to NCCL, where the bandwidth of the links decides."""
 
 ONE_SHOT = 1 << 20
-"""Bytes that a rank reads of the others at most where every rank sums all for itself, between one meeting and another.
-Above, each sums a share and hands it round. Both bounds are of the size that others have found on NVLink; not measured
-here."""
+"""Up to so many bytes read from other ranks, between two barriers, every rank sums everything itself. Above, each rank
+sums a share and distributes it. Both bounds are of the size that others have found on NVLink; not measured here."""
 
 _ALIGNMENT = 16
-"""Bytes that the kernels load at once; other lengths go to NCCL."""
+"""Bytes that the kernels load at once; sums of other lengths go to NCCL."""
 
 _TYPES = torch.float32, torch.bfloat16
-"""Those that torch's kernels know."""
+"""The dtypes that torch's kernels support."""
 
 
 class SymmetricSum:
@@ -35,8 +34,8 @@ class SymmetricSum:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-        """For sums of this type over a group whose ranks have a GPU of this host each. Raises ValueError for a type
-        that cannot be summed, RuntimeError where these GPUs cannot read each other's memory."""
+        """For sums of this dtype over a group whose ranks each have a GPU of this host. Raises ValueError for a dtype
+        that cannot be summed, RuntimeError if these GPUs cannot read each other's memory."""
         if dtype not in _TYPES:
             raise ValueError(f"there are no sums in {dtype}")
         self._size, self._name, self._dtype = group.size(), group.group_name, dtype
@@ -63,8 +62,8 @@ class SymmetricSum:
         return x.copy_(place)
 
     def trial(self, expected: Callable[[Tensor], Tensor], rank: int) -> bool:
-        """Whether sums of both kinds are those of another way to sum, which may overwrite what it is given. For all
-        ranks at once: each sums all, whatever it finds."""
+        """Whether both kinds of sums agree with another way to sum, which may overwrite its input. To be called by all
+        ranks at once: each sums everything, whatever it finds."""
         numbers = torch.Generator(self._place.device).manual_seed(rank)
         within, found = 0.05 if self._dtype == torch.bfloat16 else 1e-5, list[bool]()
         for size in (4096, ONE_SHOT // (self._size - 1), CAPACITY):
