@@ -58,11 +58,11 @@ class Reserved:
 
 
 class BlockManager:
-    """All KV blocks of one engine, each of `block_size` tokens; and, for a model whose layers have states, a slot for
-    each sequence that may run at once, and for snapshots: `state_slots` in all.
+    """All KV blocks of one engine, `block_size` tokens each. For a model with recurrent layers also the slots of their
+    states: one for each sequence that may run at once, the rest for snapshots, `state_slots` in all.
 
-    Such a model can go on from cached blocks only where there is a snapshot of its states as well: at a multiple of
-    `state_chunk` tokens. For another, the host's memory keeps up to `host_blocks` more. `observer` hears which blocks
+    Such a model can resume from cached blocks only where there is also a snapshot of its states, at a multiple of
+    `state_chunk` tokens. For other models host memory holds up to `host_blocks` more. `observer` is told which blocks
     can be found.
     """
 
@@ -225,9 +225,10 @@ class BlockManager:
         return block
 
     def commit(self, table: BlockTable, identity: bytes, describe: Describe | None = None) -> None:
-        """Gives the table's next unnamed block, now full and computed, its identity; `describe` says what is in it.
+        """Gives the table's next unnamed block, which is full and computed, its identity; `describe` gives its
+        contents.
 
-        Where another block has that identity already, that one stays the one that is found.
+        If another block already has that identity, lookups go on finding the other one.
         """
         block = self._blocks[table.blocks[len(table.identities)]]
         table.identities.append(identity)

@@ -11,11 +11,12 @@ from llm_service.engine.block_events import BlockObserver
 
 
 class HostBlocks:
-    """Places for `count` blocks, found by their identities (`block_identity`); none of them is ever written by a step.
+    """Places for `count` KV blocks in host memory, found by their identities (`block_identity`); a step never writes to
+    them.
 
-    Copies wait for the next step: those to the host are made first. What one of them is to bring back stays until then.
-    What is lent stays until it is given back: the front reads it. What it writes, it writes into places that are set
-    aside for it, which have no block meanwhile.
+    Copies are queued for the next step, those to the host first. A block that is to be copied back keeps its place
+    until then. A block that is lent, for the front to read, keeps its place until it is returned. For blocks that the
+    front writes, places are reserved, which have no identity meanwhile.
     """
 
     def __init__(self, count: int, observer: BlockObserver | None = None) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 
 class RetainedBlocks:
-    """Computed blocks that sessions' next turns may want. Of these, the ones that no sequence holds are taken when
-    nothing else is left, the longest unused first; each has its number and its tenant (a root identity).
+    """Computed blocks that the next turns of sessions may need. Those that no sequence holds are evicted only when no
+    other free block is left, least recently used first; each has its number and its tenant (a root identity).
 
-    A block is wanted until all sessions that have used it are over, whoever else uses it. A tenant's sessions keep no
-    more than its share; past it, its own longest unused blocks become ordinary ones.
+    A block is retained until all sessions that have used it are over, whoever else uses it. The sessions of a tenant
+    retain no more than its share; above it, the tenant's least recently used blocks become ordinary ones.
     """
 
     def __init__(self, most_per_tenant: int) -> None:

@@ -135,10 +135,10 @@ class Scheduler:
     # --- what to compute -----------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[Step | None, list[Started]]:
-        """The next step, or None where nothing can be computed now; and the requests that it starts.
+        """The next step, or None if nothing can be computed now; and the requests that it starts.
 
-        It may be called again while earlier steps are *under way*: steps run in the order in which they were planned,
-        so a step may use the KV and, by its number, the token of the one before.
+        It may be called again while earlier steps are *under way*. Steps run in the order of their planning, so a step
+        may use the KV of the one before and, by its number, that step's token.
         """
         if self._unchecked:
             self._check()

@@ -45,12 +45,12 @@ class WaitReason(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens so far, how many of them have their KV computed, and the blocks that hold it. Only the methods change a
-    sequence, and of these none that answers a question, but for what it remembers.
+    """The tokens of a request so far, how many of them have their KV computed, and the blocks that hold it. Only its
+    methods change a sequence; those that answer a question change nothing but what they remember.
 
-    A step counts as computed when it is planned, since steps run in the order in which they were planned. So the last
-    `num_placeholders` tokens may still be to come from steps under way. Where the step under way verifies drafts, there
-    is one placeholder for each of them and one behind, and those behind the first wrong draft are never filled.
+    A step counts as computed when it is planned, since steps run in the order of their planning. So the last
+    `num_placeholders` tokens may still have to come from steps under way. If the step under way verifies drafts, there
+    is one placeholder for each draft and one behind them; those behind the first wrong draft are never filled.
     """
 
     id: int
