@@ -36,7 +36,7 @@ def _spread(out: Any, x: Any, scale: Any) -> None:
 
 @inner
 def _further(blocks: Any, position: Any, size: Any, length: Any) -> Any:
-    """How many places behind that of a position those are lie that are taken next; 0 where there are none."""
+    """How far behind a position's row in the cache those rows are that are read next; 0 if there are none."""
     following = min(position + _TOGETHER, position // size * size + size)
     if following >= length:
         return 0
@@ -45,10 +45,10 @@ def _further(blocks: Any, position: Any, size: Any, length: Any) -> Any:
 
 @inner
 def _seen(length: Any, count: Any, token: Any, reach: Any, size: Any) -> Any:
-    """Of the positions that `count` tokens of a sequence see, `length` with the last one's own: where the block begins
-    that the token's first one is in, from there the first that it sees, and the end of what it sees; and where what it
-    does not see between a prompt and its window begins and ends. `reach` is the window, the tokens of a chunk, how many
-    positions are skipped, and the tokens of a prompt that are seen whatever the window."""
+    """What the last `count` tokens of a sequence see, where `length` includes the last of them: the beginning of the
+    block that the first token's own position is in, the first position that it sees from there, and the end; and the
+    begin and end of the gap between the prompt and the window. `reach` is the window, the tokens of a chunk, the number
+    of skipped positions, and the prompt tokens that are seen whatever the window."""
     window, chunk, skipped, prompt = reach
     end = length - count + 1 + token
     unseen = max(0, end - window, (skipped + end - 1) // chunk * chunk - skipped)
@@ -60,9 +60,9 @@ def _seen(length: Any, count: Any, token: Any, reach: Any, size: Any) -> Any:
 
 @inner
 def _score(weights: Any, numbers: Any, keys: Any, blocks: Any, length: Any, reach: Any, first: Any, dim: Any) -> None:
-    """weights float32 [count, own, group, room]: the scores of all queries, numbers [count, own, group, vectors, 2,
-    16], with the keys that each token sees, from the block of its first one on; what is behind them is overwritten with
-    anything."""
+    """Scores of all queries with the keys that each token sees, from the block of its first key on: weights float32
+    [count, own, group, room], numbers [count, own, group, vectors, 2, 16]. Places behind the last key are overwritten
+    arbitrarily."""
     count, own, group, room = weights.shape
     size, step, row = keys.shape[1], keys.shape[2] * dim * 2, numbers[0, 0, 0].size * FLOAT
     for begin in range(0, length, size):
@@ -115,7 +115,7 @@ def _add_weighted(
                     for member in range(0, group, 2):
                         query = (token * own + head) * group + member
                         share, apart = weights.ctypes.data + (query * room + position) * FLOAT, room
-                        if last + 1 < _TOGETHER:  # what follows weighs something in the next block
+                        if last + 1 < _TOGETHER:  # later positions have weights in the next block
                             for index in range(last + 1):
                                 few[0, index] = weights[token, head, member, position + index]
                                 few[1, index] = weights[token, head, min(member + 1, group - 1), position + index]
@@ -142,8 +142,8 @@ def _attend(
     scale: Any,
     softcap: Any,
 ) -> None:
-    """float32 out and query [count, own, group, dim] of a sequence's last tokens, which share `own` KV heads from
-    `first` on, `group` each; keys and values as in `_decode`, of `length` tokens, these included."""
+    """Attention of a sequence's last tokens: float32 out and query [count, own, group, dim], for `own` KV heads from
+    `first` on, which `group` heads each share; keys and values as in `_decode`, of `length` tokens including these."""
     count, own, group, dim = out.shape
     size, vectors = keys.shape[1], (dim + 2 * LANES - 1) // (2 * LANES)
     room = ((length + _FOUR - 1) // _FOUR + 1) * _FOUR
@@ -177,7 +177,8 @@ def _attend(
 
 @inner
 def _write(cache: Any, new: Any, blocks: Any, begin: Any, first: Any) -> None:
-    """Rounds new [count, own, dim], bits of float32, to where positions from `begin` on are, from head `first` on."""
+    """Rounds new [count, own, dim], bits of float32, into the cache, at positions from `begin` and heads from `first`
+    on."""
     size = cache.shape[1]
     for index in range(new.shape[0]):
         here = cache[blocks[(begin + index) // size], (begin + index) % size]
@@ -226,12 +227,12 @@ def _decode(
     parts: Any,
 ) -> None:
     """float32 out and query [n, kv_heads, group, dim], bits of float32 key and value uint32 [n, kv_heads, dim], bits of
-    bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s], of which
-    a token sees the last `window` positions up to its own, as far as they are in its chunk, of `chunk` positions, and
-    so many first ones as prompts int32 [s] says; ends int32 [s]: a sequence's last tokens are those up to there of the
-    n. Scores are drawn below `softcap`, 0: they are not. parts divides kv_heads. `scale` and `softcap` include log2 e.
+    bfloat16 keys and values uint16 [blocks, block_size, kv_heads, dim], table int32 [s, w], lengths int32 [s]. A token
+    sees the last `window` positions up to its own, within its chunk of `chunk` positions, and the first prompts int32
+    [s] positions. ends int32 [s]: where the last tokens of each sequence end among the n. `softcap` bounds scores; 0:
+    none. parts divides kv_heads. `scale` and `softcap` include log2 e.
 
-    A task is one sequence's neighbouring KV heads and the query heads that share them.
+    A task is some adjacent KV heads of one sequence and the query heads that share them.
     """
     where = table, lengths, ends, prompts, window, chunk
     given = out, query, (key, value), (keys, values), where, scale, softcap, parts
@@ -264,8 +265,8 @@ def attend(
     softcap: float,
     parts: int,
 ) -> None:
-    """Fills out as `decode_attention.decode` says: out, query, key and value in order, float32, keys and values
-    bfloat16; `where` is what the kernel takes from its table on, up to its scale."""
+    """Fills out as `decode_attention.decode` describes: out, query, key and value are contiguous float32, keys and
+    values bfloat16; `where` are the kernel's arguments from its table to those before its scale."""
     grouped = len(query), key.shape[1], query.shape[1] // key.shape[1], query.shape[2]
     heads = (each.view(grouped).numpy() for each in (out, query))
     new = (each.numpy().view(np.uint32) for each in (key, value))

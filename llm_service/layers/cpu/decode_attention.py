@@ -1,6 +1,6 @@
-"""Decoding on a CPU, compiled by numba: each sequence's keys are read once, where they lie, along its block table, for
-a token and its drafts together. torch has no operator that follows one; gathering the context first, or an operator for
-each sequence, costs more: docs/design/cpu-kernels.md."""
+"""Decode attention on a CPU, compiled by numba. Each sequence's keys are read once, in place, along its block table,
+for a token and its drafts together. torch has no operator that follows a block table; gathering the context first, or
+one operator per sequence, is slower: docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from llm_service.layers.cpu import bfloat16_decode
 
 _ZERO = np.float32(0.0)
 _TOGETHER = 4
-"""Positions that are computed with at once, so that what all of them meet is read once."""
+"""Positions that are computed at once, so that what they share is read once."""
 EVERY = 2**31 - 1
-"""Of a window, or of chunks, that there are none of."""
+"""A window or a chunk size that stands for none."""
 _FOUR = 4 * LANES
 """Numbers that `cap` takes together."""
 _ENOUGH = 4
-"""Tasks for each thread with which one that takes longer no longer matters."""
+"""Tasks per thread, so that a longer one does not matter."""
 
 
 @inner
@@ -40,7 +40,7 @@ def first_seen(position: Any, window: Any, chunk: Any) -> Any:
 
 @numba.njit(inline="always")
 def _together(cache: Any, blocks: Any, begin: Any, last: Any) -> Any:
-    """What a cache has at four positions from `begin` on, each [kv_heads, dim]; those behind the last stand for it."""
+    """The cache rows of four positions from `begin` on, each [kv_heads, dim]; positions behind the last repeat it."""
     size = cache.shape[1]
     p1, p2, p3 = min(begin + 1, last), min(begin + 2, last), min(begin + 3, last)
     return (
@@ -53,7 +53,7 @@ def _together(cache: Any, blocks: Any, begin: Any, last: Any) -> Any:
 
 @inner
 def _write(cache: Any, new: Any, blocks: Any, begin: Any, first: Any) -> None:
-    """Puts new [count, own, dim] where positions from `begin` on are, from head `first` on."""
+    """Writes new [count, own, dim] to the cache, at positions from `begin` and heads from `first` on."""
     size = cache.shape[1]
     for index in range(new.shape[0]):
         here = cache[blocks[(begin + index) // size], (begin + index) % size]
@@ -64,13 +64,13 @@ def _write(cache: Any, new: Any, blocks: Any, begin: Any, first: Any) -> None:
 
 @inner
 def _cap_all(scores: Any, softcap: Any) -> None:
-    """Draws scores [members, room] below a cap, whatever is between them; room is a multiple of `_FOUR`."""
+    """Caps scores [members, room]; room is a multiple of `_FOUR`, and what lies between the scores may be anything."""
     cap(scores.ctypes.data, np.intp(scores.size // _FOUR), np.float32(1.0), softcap)
 
 
 @inner
 def _softmax(weights: Any, early: Any, seen: Any, end: Any) -> None:
-    """Makes weights of scores: of those before `early`, of a prompt's tokens, and of those from `seen` to `end`."""
+    """Softmax, in place, over scores before `early`, which are of the prompt, and those from `seen` to `end`."""
     highest, total = -np.float32(np.inf), _ZERO
     if early:
         highest = weights[:early].max()
@@ -92,9 +92,9 @@ def _softmax(weights: Any, early: Any, seen: Any, end: Any) -> None:
 def _decode_heads(
     task: Any, out: Any, query: Any, new: Any, cached: Any, where: Any, scale: Any, softcap: Any, parts: Any
 ) -> None:
-    """A task of `_decode`: first writes its tokens' keys and values. Positions count from the first block that is seen,
-    and go by fours from a multiple of four on, whichever tokens are computed together. Fours between a prompt and what
-    the first token sees behind it are passed over."""
+    """One task of `_decode`; it writes its tokens' keys and values first. Positions are counted from the first block
+    that is seen, and are taken in fours that begin at multiples of four, whichever tokens are computed together. Fours
+    between the prompt and the first position that the first token sees behind it are skipped."""
     (key, value), (keys, values), (table, lengths, ends, prompts, window, chunk) = new, cached, where
     _, heads, dim = query.shape
     size, kv_heads = keys.shape[1], keys.shape[2]
@@ -135,7 +135,7 @@ def _decode_heads(
         seen = max(first_seen(end - 1 + skipped, window, chunk) - skipped, early)
         _softmax(weights[member], early, seen, end)
         weights[member, max(start, early) : seen] = _ZERO
-        weights[member, end:] = _ZERO  # what comes behind the token, or stands for the last one, weighs nothing
+        weights[member, end:] = _ZERO  # zero for positions behind the token and for repeated ones
     for begin in range(start, last + 1, _TOGETHER):
         if prompt <= begin <= late - _TOGETHER:
             continue
@@ -171,13 +171,11 @@ def _decode(
     parts: Any,
 ) -> None:
     """float32 out and query [n, heads, dim], key and value [n, kv_heads, dim], keys and values [blocks, block_size,
-    kv_heads, dim], table int32 [s, w], lengths int32 [s], of which a token sees the last `window` positions up to its
-    own, as far as they are in its chunk, of `chunk` positions, and so many first ones as prompts int32 [s] says; ends
-    int32 [s]: a sequence's last tokens are those up to there of the n. Scores are drawn below `softcap`, 0: they are
-    not. parts divides kv_heads.
+    kv_heads, dim], table int32 [s, w], lengths int32 [s]. A token sees the last `window` positions up to its own,
+    within its chunk of `chunk` positions, and the first prompts int32 [s] positions. ends int32 [s]: where the last
+    tokens of each sequence end among the n. `softcap` bounds scores; 0: none. parts divides kv_heads.
 
-    A task is one sequence's neighbouring KV heads, which lie side by side at each position, and the query heads that
-    share them.
+    A task is some adjacent KV heads of one sequence, and the query heads that share them.
     """
     where = table, lengths, ends, prompts, window, chunk
     given = out, query, (key, value), (keys, values), where, scale, softcap, parts
@@ -200,9 +198,9 @@ TYPED = {
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Where sequences that are decoded have their tokens: `table` int32 [s, w], the block table; `lengths` int32 [s],
-    the tokens included; `ends` int32 [s], where among the n tokens of a batch those of each end; `prompts` int32 [s],
-    how many first tokens of a sequence are seen whatever the window."""
+    """The tokens that decode: `table` int32 [s, w], the block tables; `lengths` int32 [s], with these tokens; `ends`
+    int32 [s], where the tokens of each sequence end among the n of a batch; `prompts` int32 [s], how many first tokens
+    of each sequence are seen whatever the window."""
 
     table: Array
     lengths: Array
@@ -211,7 +209,7 @@ class Decodes:
 
     @classmethod
     def of(cls, table: Tensor, lengths: Tensor, ends: Tensor | None = None, prompts: Tensor | None = None) -> Decodes:
-        """One token each unless `ends` says otherwise; without `prompts` none are seen behind the window."""
+        """One token per sequence unless `ends` says otherwise; without `prompts`, nothing is seen behind the window."""
         each = torch.arange(1, len(lengths) + 1, dtype=torch.int32) if ends is None else ends
         kept = torch.zeros_like(lengths) if prompts is None else prompts
         return cls(*(tensor.numpy() for tensor in (table, lengths, each, kept)))
@@ -226,11 +224,11 @@ def decode(
     decodes: Decodes,
     kind: AttentionKind = CAUSAL,
 ) -> Tensor:
-    """The last tokens of each sequence: writes their keys and values, and attends, [n, heads, dim]. A token's numbers
-    are the same to the bit, whatever is computed with it.
+    """Writes the keys and values of the last tokens of each sequence and computes their attention, [n, heads, dim]. A
+    token's result is the same to the bit in any batch.
 
     query float32 [n, heads, dim], key and value [n, kv_heads, dim]; keys and values [blocks, block_size, kv_heads,
-    dim], float32, or bfloat16, to which those of a token are rounded then.
+    dim], float32, or bfloat16, to which new ones are then rounded.
     """
     out, scale, softcap = torch.empty(query.shape), kind.softmax_scale(query.shape[-1]), kind.softcap or 0.0
     reach = kind.sight.reach or EVERY, kind.sight.chunk or EVERY

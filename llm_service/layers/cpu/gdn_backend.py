@@ -1,4 +1,4 @@
-"""Gated delta nets on a CPU: tokens that come one by one, and their drafts, by numba's kernel, chunks by torch's
+"""Gated delta nets on a CPU: decoded tokens and their drafts by numba's kernel, chunks of prompts by torch's
 products."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm_service.layers.gdn.torch_backend import TorchBackend
 
 
 class NumbaBackend(OneByOneBackend[GdnInput, GdnWeights]):
-    """Has the kernel compute tokens that come one by one."""
+    """Decodes tokens by the kernel."""
 
     kernels = frozenset({f"{gdn_step.__name__}:step"})
     """See `NumbaCompiled`."""

@@ -1,7 +1,8 @@
-"""A token of a gated delta net on a CPU, or one with its drafts, in one kernel that numba compiles.
+"""Decodes one token of a gated delta net, or a token with its drafts, on a CPU, in one kernel compiled by numba.
 
-A state is larger than all else that a step touches in a layer but the weights. It is read from memory once, used again
-from the cache, and written where it lies; torch reads or writes it nine times for each token."""
+Apart from weights, the state is the largest thing that a layer reads in a step. The kernel reads it from memory once,
+reuses it from the cache, and writes it in place; torch reads or writes it nine times for each token.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def _to_silu(x: Any, wholes: Any) -> None:
 
 @inner
 def _convolve(out: Any, x: Any, before: Any, weight: Any, fresh: Any) -> None:
-    """float32 out and x [c], before [c, width − 1], which gets x, weight [c, width]; without SiLU."""
+    """Convolution without SiLU: float32 out and x [c], before [c, width − 1], to which x is appended, weight [c,
+    width]."""
     last = weight.shape[1] - 1
     for channel in range(out.shape[0]):
         if fresh:
@@ -61,7 +63,7 @@ def _convolve(out: Any, x: Any, before: Any, weight: Any, fresh: Any) -> None:
 
 @inner
 def _convolve_four(out: Any, x: Any, before: Any, weight: Any) -> None:
-    """The same for a width of four, of a sequence that has begun: what has no inner loop becomes vectors."""
+    """The same for a width of four and a sequence that has begun. It has no inner loop, so it vectorises."""
     for channel in range(out.shape[0]):
         first, second, third, number = before[channel, 0], before[channel, 1], before[channel, 2], x[channel]
         out[channel] = (
@@ -75,7 +77,7 @@ def _convolve_four(out: Any, x: Any, before: Any, weight: Any) -> None:
 
 @inner
 def _softplus(x: Any) -> Any:
-    """ln(1 + e^x); x itself where float32 has no digit for the difference."""
+    """ln(1 + e^x); x itself where the difference is below float32's precision."""
     return x if x > _STEEP else np.log1p(np.exp(x))
 
 
@@ -92,8 +94,8 @@ def _to_unit(x: Any, scale: Any) -> None:
 
 @inner
 def _recall(known: Any, read: Any, state: Any, key: Any, query: Any) -> None:
-    """known and read [value_dim] become Sᵀk and Sᵀq of a state S [key_dim, value_dim]: four rows of it at a time, since
-    both sums are then touched less often."""
+    """Sets known and read [value_dim] to Sᵀk and Sᵀq for a state S [key_dim, value_dim]. It takes four rows at a time,
+    so that both sums are read and written less often."""
     known[:], read[:] = _ZERO, _ZERO
     whole = state.shape[0] // 4 * 4
     for row in range(0, whole, 4):
@@ -246,11 +248,11 @@ def _step(
     key_heads: Any,
 ) -> None:
     """float32 out and z [n, values], qkv [n, channels], a and b [n, value_heads]; convolution […, channels, width − 1]
-    and recurrent [slots, value_heads, key_dim, value_dim], of which `slots` int64 [2, s] names one each; rows int64
-    [2, s], where the tokens of a sequence begin and end, and fresh bool [s] of s sequences; conv [channels, width],
+    and recurrent [slots, value_heads, key_dim, value_dim], with a slot of each for every sequence in `slots` int64 [2,
+    s]; rows int64 [2, s], where the tokens of each sequence begin and end, and fresh bool [s]; conv [channels, width],
     a_log and dt_bias [value_heads], gain [value_dim].
 
-    A task is one key head of one sequence: nobody else reads or writes its part of the states.
+    A task is one key head of one sequence; no other task reads or writes its part of the states.
     """
     given, states, where = (qkv, z, a, b), (convolution, recurrent), (rows, slots, fresh)
     weights = conv, a_log, dt_bias, gain, eps
@@ -280,10 +282,11 @@ def step(
     eps: float,
     key_heads: int,
 ) -> None:
-    """Tokens of each of s sequences, one after the other: writes their rows of out [n, values], and their states.
+    """Decodes the tokens of each of s sequences in order: writes their rows of out [n, values] and updates their
+    states.
 
-    given: what `GdnInput` has, in its order. states: the convolution's and the recurrent ones. places: rows int64
-    [2, s], begin and end, slots int64 [2, s] in either of the states, fresh bool [s]. weights: conv, a_log, dt_bias,
-    gain. All other numbers are float32, and every array lies together: the kernel is compiled for that alone.
+    given: the fields of `GdnInput`, in order. states: of the convolution, and recurrent. places: rows int64 [2, s]
+    (begin and end), slots int64 [2, s] in either of the states, fresh bool [s]. weights: conv, a_log, dt_bias, gain.
+    All other numbers are float32, and every array is contiguous: the kernel is compiled for that alone.
     """
     _kernel(out, *given, *states, *places, *weights, np.float32(eps), key_heads)

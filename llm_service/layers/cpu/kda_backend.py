@@ -1,4 +1,4 @@
-"""Kimi Delta Attention on a CPU: tokens that come one by one, and their drafts, by numba's kernel, chunks by torch's
+"""Kimi Delta Attention on a CPU: decoded tokens and their drafts by numba's kernel, chunks of prompts by torch's
 products."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm_service.layers.kda.torch_backend import TorchBackend
 
 
 class NumbaBackend(OneByOneBackend[KdaInput, KdaWeights]):
-    """Has the kernel compute tokens that come one by one."""
+    """Decodes tokens by the kernel."""
 
     kernels = frozenset({f"{kda_step.__name__}:step"})
     """See `NumbaCompiled`."""

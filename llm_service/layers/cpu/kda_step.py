@@ -67,8 +67,8 @@ def _mix(mixed: Any, first: Any, values: Any, qkv: Any, before: Any, conv: Any, 
 
 @inner
 def _change(read: Any, state: Any, mixed: Any, left: Any, beta: Any, fresh: Any) -> None:
-    """What a token reads of its head's state, [head_dim], and how that changes: what of it is left meets keys and
-    queries that are as much shorter."""
+    """Updates a head's state by one token, and sets `read` [head_dim] to its output. The decay is applied to keys and
+    queries where they meet the old state."""
     query, key, value = mixed[0], mixed[1], mixed[2]
     size = value.shape[0]
     change = np.empty(size, np.float32)
@@ -138,7 +138,7 @@ def _step(
     least: Any,
 ) -> None:
     """float32 out, z and a [n, values], qkv [n, channels], b [n, heads]; recurrent [slots, heads, head_dim, head_dim];
-    dt_bias [values]; all else is as in `gdn_step`. A task is one head of one sequence: nobody else reads or writes its
+    dt_bias [values]; the rest as in `gdn_step`. A task is one head of one sequence; no other task reads or writes its
     part of the states."""
     given, states, where = (qkv, z, a, b), (convolution, recurrent), (rows, slots, fresh)
     weights = conv, a_log, dt_bias, gain, eps, least
@@ -168,5 +168,5 @@ def step(
     eps: float,
     least: float | None,
 ) -> None:
-    """As `gdn_step.step`; given: what `KdaInput` has, in its order. `least` is as in `KdaWeights`."""
+    """As `gdn_step.step`; given: the fields of `KdaInput`, in order. `least` is as in `KdaWeights`."""
     _kernel(out, *given, *states, *places, *weights, np.float32(eps), np.float32(1.0 if least is None else least))

@@ -31,7 +31,7 @@ from llm_service.model_config.feed_forward import Activation
 
 
 def finalize(decoder: nn.Module, activation: Activation) -> None:
-    """Has a decoder whose weights are final compute with numba's kernels, few rows of dense layers without torch."""
+    """Switches a decoder whose weights are final to numba's kernels; dense layers compute few rows without torch."""
     use_ops(decoder, NumbaOps(activation))
     for layer in decoder.modules():
         if isinstance(layer, DecoderLayer) and (arrays := FusedLayer.of(layer) or FewRows.of(layer)):
@@ -39,11 +39,11 @@ def finalize(decoder: nn.Module, activation: Activation) -> None:
 
 
 class FewRows:
-    """What a dense layer does before and after self-attention, by the kernels that its modules call, over NumPy's
-    arrays.
+    """The parts of a dense layer before and after self-attention, over NumPy arrays, by the kernels that its modules
+    call.
 
-    A kernel takes microseconds for a few rows; torch's modules, views and operators between them, whose code the
-    weights have pushed out of the caches, take as long. Many rows go through the layer's modules.
+    For few rows a kernel takes microseconds, and torch's modules, views and operators in between take as long, since
+    reading the weights has evicted their code from the caches. Many rows go through the layer's modules.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class FewRows:
 
     @classmethod
     def of(cls, layer: DecoderLayer) -> FewRows | None:
-        """None where the layer is, or is made of, others than these classes themselves, since a subclass may compute
-        otherwise; where sums over ranks or experts come between, norms take means off, heads have gates of a product of
-        their own, gates are no plain activation, a weight does not lie in panels, or the processor lacks the vectors
-        that the kernel of gates is written for."""
+        """None where this class does not compute what the layer does: the layer or one of its modules is of another
+        class, since a subclass may compute otherwise; there are sums over ranks, or experts; norms subtract means;
+        heads have gates from a product of their own; gates are no plain activation; a weight does not lie in panels; or
+        the processor lacks the vectors that the kernel of gates is written for."""
         attention, mlp = layer.mixer, layer.mlp
         if type(layer) is not DecoderLayer or type(mlp) is not MLP or type(attention) is not SelfAttention:
             return None
@@ -116,7 +116,7 @@ _FORMS = {
 
 
 class FusedLayer:
-    """What a dense layer does before and after self-attention, by one kernel each, of any number of rows."""
+    """The parts of a dense layer before and after self-attention, by one kernel each, for any number of rows."""
 
     def __init__(self, layer: DecoderLayer, attention: SelfAttention, mlp: MLP, otherwise: FewRows, form: str) -> None:
         self._otherwise = otherwise
@@ -136,8 +136,8 @@ class FusedLayer:
 
     @classmethod
     def of(cls, layer: DecoderLayer) -> FusedLayer | None:
-        """None where a layer has no `FewRows`, or not all of its weights lie in panels of one form and type, or one of
-        these panels has outputs of gates and of values."""
+        """None where a layer has no `FewRows`, its weights do not lie in panels of one form and dtype, or a panel
+        contains outputs of both gates and values."""
         otherwise = FewRows.of(layer)
         if otherwise is None:
             return None
@@ -179,7 +179,7 @@ class FusedLayer:
 
 
 def _array(x: Tensor) -> Array:
-    """What a kernel takes."""
+    """The tensor as an array for kernels."""
     return np.ascontiguousarray(x.numpy())
 
 
@@ -205,12 +205,12 @@ def _panels_of(linear: PackedLinear) -> Weight:
 
 
 def _gain_of(norm: RMSNorm | Unnormed | None) -> tuple[Array, float]:
-    """A norm's gain, [0] where it has none, and its eps."""
+    """A norm's gain, [0] if it has none, and its eps."""
     return (norm.weight.numpy(), norm.eps) if isinstance(norm, RMSNorm) else (np.empty(0, np.float32), 0.0)
 
 
 def _normed_by(norm: RMSNorm | Unnormed | None) -> Callable[[Array], Array]:
-    """What a layer's norm gives, of rows as they are where it has none."""
+    """The function of a layer's norm; without a norm it returns rows as they are."""
     if not isinstance(norm, RMSNorm):
         return _as_it_is
     return partial(row_kernels.rms_norm_rows, gain=norm.weight.numpy(), eps=norm.eps)
@@ -221,7 +221,7 @@ def _as_it_is(x: Array) -> Array:
 
 
 def _adapted(linear: PackedLinear, product: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """A layer's product, with what adapters add to it."""
+    """A linear layer's product, with what adapters add to it."""
 
     def adapted(x: Array) -> Array:
         out = product(x)

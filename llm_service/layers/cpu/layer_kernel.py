@@ -1,6 +1,6 @@
-"""What a dense layer computes before its mixer and behind it: two kernels, compiled by numba, whose threads begin once
-for all products and what is between them (`common.cpu.phases`). Weights lie in panels of any form that
-`layer_products` knows. A row's numbers are the same to the bit whatever is beside it."""
+"""A dense layer before its mixer and behind it, in two kernels compiled by numba. Their threads start once for all
+products and what lies in between (`common.cpu.phases`). Weights lie in panels of any form that `layer_products` knows.
+A row's result is the same to the bit in any batch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _multiply_all(counts: Any, phase: Any, thread: Any, out: Any, packed: Any, w
 def _gate_all(
     counts: Any, phase: Any, thread: Any, opened: Any, packed: Any, weight: Any, rows: Any, silu: Any, size: Any
 ) -> None:
-    """Gates times values, packed, of panels whose first half has gates."""
+    """Packs the products of gates and values, for panels whose first half are gates."""
     half = weight[0].shape[0] // 2
     tasks = count_tasks(rows, half, size)
     task = take(counts, phase, thread, tasks)
@@ -74,7 +74,7 @@ def _gate_all(
 def _work_before(
     thread: Any, counts: Any, outs: Any, packed: Any, given: Any, norm: Any, weight: Any, rotary: Any, size: Any
 ) -> None:
-    """What a thread does of `_before`."""
+    """One thread's part of `_before`."""
     (total, heads, rotated), (x, residual), (cosine, sine, gains, queries, eps) = outs, given, rotary
     rows, panels = x.shape[0], weight[0]
     ask_share(counts, thread, panels)
@@ -128,7 +128,7 @@ def _before(
 def _work_behind(
     thread: Any, counts: Any, outs: Any, packed: Any, given: Any, weights: Any, norms: Any, silu: Any, sizes: Any
 ) -> None:
-    """What a thread does of `_behind`."""
+    """One thread's part of `_behind`."""
     (out, joined, projected), (mixed, residual), (o, gate_up, down) = outs, given, weights
     (packed_mixed, packed_joined, opened), (out_norm, norm), (o_size, gate_size, down_size) = packed, norms, sizes
     rows = mixed.shape[0]
@@ -210,7 +210,7 @@ _FORMS = {
     ("quads", "uint32"): [quad_kernel.SUM],
     **{("numbers", str(kind)): [routine] for kind, routine in panel_kernel.SUMS.items()},
 }
-"""By the form of the panels, and the type of their array: what adds up their sums."""
+"""By the form of the panels and their dtype: the routine that sums a panel's products."""
 _KERNELS = {
     named: (threaded(_before, _MADE_OF, calls), threaded(_behind, _MADE_OF, calls)) for named, calls in _FORMS.items()
 }
@@ -255,11 +255,11 @@ def before(
     sizes: tuple[int, int, int, int],
     gains: tuple[Array, float],
 ) -> tuple[Array, Array, Array]:
-    """float32 x [n, hidden], and what is to be added to it → their sum; queries and keys, rotated, [n, heads + keys,
-    head_dim]; and all heads as they are projected, [n, outputs].
+    """Takes float32 x [n, hidden] and the residual. Returns their sum; rotated queries and keys, [n, heads + keys,
+    head_dim]; and the projections of all heads, [n, outputs].
 
-    `norm` is a gain [hidden], [0] for none, with its eps; `rotary` cosine and sine [n, 1, rotary_dim]; `sizes` outputs,
-    query heads, key heads and head_dim; `gains` as `both_gains` gives them.
+    `norm` is a gain [hidden], or [0] for none, with its eps; `rotary` cosine and sine [n, 1, rotary_dim]; `sizes`
+    outputs, query heads, key heads and head_dim; `gains` as `both_gains` gives them.
     """
     outputs, queries, keys, head_dim = sizes
     threads, rows, shape = threads_used(), len(x), weight[0].shape[:2]
@@ -286,12 +286,12 @@ def behind(
     *,
     silu: bool,
 ) -> tuple[Array, Array]:
-    """float32 mixed [n, heads · head_dim], residual [n, hidden] → what the feed-forward part gives, and the sum that it
-    was given before its norm, [n, hidden] each.
+    """Takes float32 mixed [n, heads · head_dim] and residual [n, hidden]. Returns the output of the feed-forward part,
+    and the sum that went into its norm, [n, hidden] each.
 
-    `norms` are the gain [hidden] or [0] of what is projected, its eps, and those of the sum; `weights` project, give
-    gates and, in the second half of their panels, values, and bring these down; `silu` says what opens a gate, a gelu
-    by its tangent otherwise.
+    `norms` are the gain, [hidden] or [0], and eps of the projected rows, and those of the sum; `weights` are the output
+    projection, gate and up in the two halves of each panel, and down; the activation of gates is `silu`, or else gelu's
+    tanh approximation.
     """
     rows, threads = len(mixed), threads_used()
     out, joined = (np.empty(residual.shape, np.float32) for _ in range(2))

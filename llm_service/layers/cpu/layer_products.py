@@ -1,6 +1,6 @@
-"""What a layer's kernels do with rows and weights, by the form of their panels: pairs by tiles
+"""Products of rows and weights in a layer's kernels, by the form of the weights' panels: pairs by tiles
 (`common.cpu.tile_kernel`), pairs by vectors (`pair_kernel`), quads (`quad_kernel`), or numbers (`panel_kernel`). numba
-picks by the type of what rows are packed in."""
+picks the implementation by the type of the packed rows."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _WORDS = WIDTH // 2
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PanelForm:
-    """Named as in `LIKE`. `like` has the type of what rows are packed in; `at_once` rows are computed in one go, a
-    task's being those, and the panels of so many, that `size` gives for rows, panels, pairs or inputs of these, how
-    many of them belong together, and threads."""
+    """A form of panels, named as in `LIKE`. `like` has the type of packed rows; `at_once` rows are computed in one
+    pass. `size` gives a task's rows and panels, from the numbers of rows, of panels, of pairs or inputs, of adjacent
+    panels, and of threads."""
 
     name: str
     like: Array | tuple[Array, ...]
@@ -63,7 +63,7 @@ LIKE = {
     "quads": types.Tuple((numba.int8[:, :, ::1], numba.float32[::1], numba.int32[::1])),
     "numbers": numba.float32[:, :, ::1],
 }
-"""numba's types of these."""
+"""numba's types of `LIKE`."""
 
 
 def packed_like(like: Any, rows: Any, panels: Any) -> Any:
@@ -72,13 +72,13 @@ def packed_like(like: Any, rows: Any, panels: Any) -> Any:
 
 
 def opened_like(like: Any, rows: Any, panels: Any) -> Any:
-    """The same for gates times values: room for these as they are besides, where a row's largest has to be known before
-    one of them can be packed."""
+    """The same for products of gates and values. It has room for them unpacked where a row's largest one has to be
+    known before any of them can be packed."""
     raise NotImplementedError
 
 
 def packs_opened(opened: Any) -> bool:
-    """Whether rows of gates times values are packed when all of them are there."""
+    """Whether rows of gates times values are packed only once they are complete."""
     raise NotImplementedError
 
 
@@ -99,8 +99,8 @@ def multiply(out: Any, packed: Any, weight: Any, chosen: Any) -> None:
 
 
 def multiply_gates(opened: Any, packed: Any, weight: Any, chosen: Any, silu: Any) -> None:
-    """Packs the outputs of gates times values, of panels whose first half has gates: `chosen` as above, of that. Where
-    `packs_opened`, they are left as they are."""
+    """Packs products of gates and values, for panels whose first half are gates; `chosen` as above, for these products.
+    Where `packs_opened`, they are left unpacked."""
     raise NotImplementedError
 
 

@@ -1,6 +1,6 @@
-"""What adapters add to a few rows, each of which may have another one, on a CPU in float32: one call of a kernel by
-numba, where torch would need several products for each row. It waits for memory, so matrices are read in the order in
-which they lie, and as short as they are stored."""
+"""Adds adapters to few rows, a different one for each if need be, on a CPU in float32: one call of a numba kernel,
+where torch would need several products per row. Memory bounds it, so matrices are read in the order in which they lie,
+in their stored dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.cpu.vectors.products import NOTHING, add_products
 from common.cpu.weight_panels import VECTORS, WIDTH, first_line
 
 SINGLES, PAIRS, HALVES = 0, 1, 2
-"""What a matrix is stored in: float32; bfloat16, two to a word; float16."""
+"""The dtype that a matrix is stored in: float32; bfloat16, two in a word; float16."""
 
 
 @numba.njit(inline="always")
@@ -29,8 +29,8 @@ def _bytes(kind: Any, rank: Any) -> Any:
 
 @inner
 def _shrink(between: Any, x: Any, stored: Any, weights: Any, size: Any, scale: Any) -> None:
-    """float32 between [rank] = scale · A x, for x [inputs] and the panels of A at an address, each of so many bytes;
-    `stored` is of the type that they are stored in."""
+    """float32 between [rank] = scale · A x, for x [inputs] and the panels of A at an address, with the bytes from one
+    to the next; the dtype of `stored` is theirs."""
     rank, panels = len(between), len(x) // WIDTH
     room = np.zeros(rank * LANES + WIDTH + LANES, np.float32)
     first = first_line(room)
@@ -49,8 +49,8 @@ def _shrink(between: Any, x: Any, stored: Any, weights: Any, size: Any, scale: A
 
 @inner
 def _expand(out: Any, between: Any, stored: Any, weights: Any, size: Any, panels: Any) -> None:
-    """float32 out [outputs] += B between [rank], for the panels of B at an address, each of so many bytes; `panels`
-    int64 [k, 3] are their outputs: part, begin, end."""
+    """float32 out [outputs] += B between [rank], for the panels of B at an address, with the bytes from one to the
+    next; `panels` int64 [k, 3] are their outputs: part, begin, end."""
     rank = len(between)
     for panel in range(len(panels)):
         begin, end = panels[panel, 1], panels[panel, 2]

@@ -30,7 +30,7 @@ class LowRankPanels(LowRankSlots):
     """
 
     def __init__(self, slots: int, rank: int, inputs: int, parts: Sequence[Runs], like: Tensor) -> None:
-        """No number is longer than those of `like`, which are at least 16 bits."""
+        """`like` has the longest dtype of any matrix, at least 16 bits."""
         super().__init__(slots, parts)
         pieces = pieces_of(parts, WIDTH)
         self._inputs, self._columns = inputs, -(-inputs // WIDTH)

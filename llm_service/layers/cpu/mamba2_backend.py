@@ -1,4 +1,4 @@
-"""Mamba-2 on a CPU: tokens that come one by one, and their drafts, by numba's kernel, chunks by torch's products."""
+"""Mamba-2 on a CPU: decoded tokens and their drafts by numba's kernel, chunks of prompts by torch's products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llm_service.layers.mamba2.torch_backend import TorchBackend, TorchBatch, fl
 
 
 class NumbaBackend(OneByOneBackend[Mamba2Input, Mamba2Weights]):
-    """Has the kernel compute tokens that come one by one."""
+    """Decodes tokens by the kernel."""
 
     kernels = frozenset({f"{mamba2_step.__name__}:step"})
     """See `NumbaCompiled`."""

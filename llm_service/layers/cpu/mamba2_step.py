@@ -1,5 +1,5 @@
-"""A token of a Mamba-2 layer on a CPU, or one with its drafts, in one kernel that numba compiles: a state is read from
-memory once, and written where it lies."""
+"""Decodes one token of a Mamba-2 layer, or a token with its drafts, on a CPU, in one kernel compiled by numba. It reads
+a state from memory once and writes it in place."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 @inner
 def _renew(read: Any, state: Any, key: Any, query: Any, values: Any, left: Any) -> None:
-    """S ← left · S + k valuesᵀ, and read [head_dim] becomes Sᵀq, of a state S [state, head_dim]: four rows of it at a
-    time, since the sum is then touched less often."""
+    """S ← left · S + k valuesᵀ, and sets read [head_dim] to Sᵀq, for a state S [state, head_dim]. It takes four rows at
+    a time, so that the sum is read and written less often."""
     read[:] = _ZERO
     whole = state.shape[0] // 4 * 4
     for row in range(0, whole, 4):
@@ -136,11 +136,11 @@ def _step(
     groups: Any,
 ) -> None:
     """float32 out and z [n, values], xbc [n, channels], dt [n, heads], floors [n]; convolution […, channels, width − 1]
-    and recurrent [slots, heads, state, head_dim], of which `slots` int64 [2, s] names one each; rows int64 [2, s],
-    where the tokens of a sequence begin and end, and fresh bool [s] of s sequences; conv [channels, width], bias
+    and recurrent [slots, heads, state, head_dim], with a slot of each for every sequence in `slots` int64 [2, s]; rows
+    int64 [2, s], where the tokens of each sequence begin and end, and fresh bool [s]; conv [channels, width], bias
     [channels], a_log, dt_bias and d [heads], gain [values].
 
-    A task is one group of one sequence: nobody else reads or writes its part of the states.
+    A task is one group of one sequence; no other task reads or writes its part of the states.
     """
     given, states, where = (z, xbc, dt, floors), (convolution, recurrent), (rows, slots, fresh)
     weights = conv, bias, a_log, dt_bias, d, gain, eps
@@ -171,11 +171,12 @@ def step(
     eps: float,
     groups: int,
 ) -> None:
-    """Tokens of each of s sequences, one after the other: writes their rows of out [n, values], and their states.
+    """Decodes the tokens of each of s sequences in order: writes their rows of out [n, values] and updates their
+    states.
 
-    given: what `Mamba2Input` has, in its order. floors [n]: what Δ is at least. states: the convolution's and the
-    recurrent ones. places: rows int64 [2, s], begin and end, slots int64 [2, s] in either of the states, fresh bool
-    [s]. weights: what `Mamba2Weights` has, but for eps. All other numbers are float32, and every array lies together:
-    the kernel is compiled for that alone.
+    given: the fields of `Mamba2Input`, in order. floors [n]: the least Δ. states: of the convolution, and recurrent.
+    places: rows int64 [2, s] (begin and end), slots int64 [2, s] in either of the states, fresh bool [s]. weights:
+    those of `Mamba2Weights`, without eps. All other numbers are float32, and every array is contiguous: the kernel is
+    compiled for that alone.
     """
     _kernel(out, *given, floors, *states, *places, *weights, np.float32(eps), groups)

@@ -1,8 +1,6 @@
-"""Attention on a CPU in float32, over keys and values in float32 or bfloat16, by kernels that numba compiles.
-
-Decodes, which come first, a token and its drafts together, read keys along their block tables. A prompt's are packed
-for products, or, on a processor without the registers for these, left to torch, as all is while kernels are compiled.
-"""
+"""Attention on a CPU in float32, over keys and values in float32 or bfloat16, by kernels compiled by numba. Tokens that
+decode come first, with their drafts; they read keys along their block tables. Keys of prompts are packed for products,
+or, on a processor without the registers for these, left to torch, as everything is while kernels are compiled."""
 
 from __future__ import annotations
 
@@ -36,9 +34,9 @@ from llm_service.layers.cpu.tile_prefill import TiledPrefillAttention
 
 _CPU = torch.device("cpu")
 _FEW = 16
-"""Tokens of a prompt that are computed as an answer's are, where chunks are not packed: torch takes twice as long for
-five, and wakes threads of its own for each layer. Where they are, all are, so that a prompt's bits do not follow from
-where it is cut."""
+"""Up to so many tokens of a prompt are computed as decoded tokens are, where chunks are not packed: for five, torch
+takes twice as long, and starts threads of its own in each layer. Where chunks are packed, all are, so that a prompt's
+bits do not depend on where it is cut."""
 
 
 class NumbaBackend:
@@ -133,14 +131,14 @@ class _Part:
 
 
 def _alone(kind: AttentionKind, chunk: PagedChunk, spans: Sequence[Span], places: Array) -> _Part:
-    """Of a chunk, whose keys and those before them are at these places."""
+    """A chunk by itself, whose keys, and those before them, are at these places."""
     unseen = kind.first_of(chunk, spans) // STRETCH * STRETCH
     return _Part(np.arange(chunk.count), places[unseen:], kind.seen(chunk, spans) - unseen)
 
 
 def _joined(chunk: PagedChunk, joined: Array, places: Array) -> list[_Part]:
-    """Of one whose tokens `joined`, bool [count], see each other: these first see each other, and then the others up to
-    themselves."""
+    """A chunk whose tokens `joined`, bool [count], see each other: first these, in both directions, then the others,
+    causally."""
     own, before = places[chunk.context :], places[: chunk.context]
     others = np.flatnonzero(~joined)
     ends = np.cumsum(~joined)[joined] + chunk.context + joined.sum()
@@ -153,7 +151,7 @@ def _joined(chunk: PagedChunk, joined: Array, places: Array) -> list[_Part]:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The first `count` tokens are those of `decodes`; `later` computes what comes behind."""
+    """The first `count` tokens are those of `decodes`; `later` computes the rest."""
 
     decodes: Decodes
     count: int

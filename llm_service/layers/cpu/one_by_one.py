@@ -1,5 +1,5 @@
-"""Layers with a state for each token, on a CPU: tokens that come one by one, and their drafts, by a kernel of numba's,
-what comes before them by torch's products."""
+"""Layers with recurrent states on a CPU: decoded tokens and their drafts by a kernel of numba's, chunks of prompts,
+which come before them, by torch's products."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Projected(Protocol):
 Given = TypeVar("Given", bound=Projected)
 Weights = TypeVar("Weights")
 States = tuple[Array, Array]
-"""Those of the convolution, and recurrent ones, float32."""
+"""States of the convolution, and recurrent ones, float32."""
 Places = tuple[Array, Array, Array]
 """Of s sequences: `OneByOneSequences.rows`, where their states are in either of `States`, int64 [2, s], and `fresh`."""
 
@@ -58,12 +58,12 @@ class OneByOneSequences:
 
 
 Step = Callable[[Array, Given, Weights, States, Places], None]
-"""Fills the rows of float32 [n, values] of tokens that are computed one by one, and changes the states."""
+"""Computes the rows of float32 [n, values] of tokens that decode, and updates the states."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneByOneBatch(Generic[Given, Weights]):
-    """`runs` computes what comes before the tokens that are computed one by one, `step` these."""
+    """`runs` computes chunks of prompts, `step` the tokens that decode."""
 
     runs: RecurrentBatch[Given, Weights] | None
     sequences: OneByOneSequences
@@ -101,11 +101,11 @@ class OneByOneBackend(Generic[Given, Weights]):
 
     def before(self, runs: Sequence[Segment], segments: Sequence[Segment]) -> RecurrentBatch[Given, Weights]:
         """A batch of the runs among a step's segments."""
-        del segments  # by default runs are all that is to be known
+        del segments  # by default the runs are all that is needed
         return self._plain.batch(runs)
 
     def step_of(self, segments: Sequence[Segment]) -> Step[Given, Weights]:
-        """What computes the tokens of a step's segments that come one by one."""
+        """The function that computes the decoded tokens of a step's segments."""
         raise NotImplementedError
 
 

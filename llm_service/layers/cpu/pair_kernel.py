@@ -1,6 +1,6 @@
-"""A product of bfloat16 numbers with a weight in panels of pairs (`llm_service.layers.cpu.pair_panels`), summed in
-float32, compiled by numba for processors with AVX512-BF16; those with AMX have `common.cpu.tile_kernel`.
-A row's sums are taken in one order, whatever rows are beside it: docs/design/cpu-kernels.md."""
+"""Products of bfloat16 rows with a weight in panels of pairs (`llm_service.layers.cpu.pair_panels`), summed in float32,
+compiled by numba for processors with AVX512-BF16; those with AMX use `common.cpu.tile_kernel`. The order of a row's
+sums does not depend on the batch: docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def packed_rows(rows: Any, pairs: Any) -> Any:
 
 @inner
 def pack_pairs(packed: Any, row: Any, x: Any, source: Any) -> None:
-    """Fills a row of packed with one of x [n, k], bits of float32 as uint32: numbers in pairs, rounded to the nearest
-    bfloat16, of two the even one; what is not a number stays none."""
+    """Fills a row of packed with one of x [n, k], bits of float32 as uint32, rounded to the nearest bfloat16, halves to
+    even, in pairs. NaN stays NaN."""
     inputs = x.shape[1]
     for stretch in range(packed.shape[0]):
         first = stretch * 2 * _STRETCH
@@ -52,8 +52,8 @@ def pack_pairs(packed: Any, row: Any, x: Any, source: Any) -> None:
 
 
 def _sum_panel(sums: Any, numbers: Any, apart: Any, weights: Any, pairs: Any, rows: Any) -> None:
-    """Adds up float32 sums [rows, 64] of a panel, all by their addresses: rows of numbers as `packed_rows` has them,
-    so many bytes from one stretch of them to the next."""
+    """Adds a panel's products to float32 sums [rows, 64], all given by address: rows of numbers as `packed_rows` has
+    them, with the bytes from one stretch of them to the next."""
     size = WIDTH * FLOAT
     for first in range(0, pairs, _STRETCH):
         count, here = min(_STRETCH, pairs - first), weights + first * size
@@ -92,7 +92,7 @@ def multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: A
 
 @inner
 def _work(thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
-    """What a thread does of `_product`."""
+    """One thread's part of `_product`."""
     rows = x.shape[0]
     row = take(counts, 0, thread, rows)
     while row >= 0:
@@ -129,7 +129,7 @@ _NONE = np.empty(0, np.float32)
 def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: int) -> Array:
     """x float32 [m, inputs] → x · panels + bias, float32 [m, outputs].
 
-    Raises ValueError where x has another shape or type.
+    Raises ValueError where x has another shape or dtype.
     """
     if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")

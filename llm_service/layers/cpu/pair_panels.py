@@ -1,5 +1,5 @@
-"""A weight on a CPU in bfloat16, in panels of 64 outputs where two inputs lie side by side, as AVX512-BF16 multiplies
-them, and AMX, whose tiles are faster. Rows are rounded to bfloat16; sums are float32."""
+"""A weight on a CPU in bfloat16, in panels of 64 outputs with two inputs side by side, as AVX512-BF16 multiplies them,
+and AMX, whose tiles are faster. Rows are rounded to bfloat16; sums are float32."""
 
 from __future__ import annotations
 

@@ -39,15 +39,15 @@ def _pack_one(
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
     """Fills uint32 panels [heads, p, padded, 64] with the keys of the KV heads from `first` on, and lanes [heads, p,
-    parts, 32, width] with their values, both with zeros behind a segment's last key; keys and values [slots, kv_heads,
-    words]. The others are as in `PrefillMetadata` and `PrefillAttention`."""
+    parts, 32, width] with their values, both padded with zeros behind a segment's last key; keys and values [slots,
+    kv_heads, words]. The others are as in `PrefillMetadata` and `PrefillAttention`."""
     given = panels, lanes, keys, values, places, segments, begins, first
     parallel_for(_pack_one, given, panels.shape[0] * len(begins))
 
 
 def _write(keys: Any, values: Any, key: Any, value: Any, places: Any) -> None:
-    """Rounds float32 key and value [n, kv_heads, dim] into int16 keys and values [slots, kv_heads, dim] at so many
-    places."""
+    """Rounds float32 key and value [n, kv_heads, dim] into int16 keys and values [slots, kv_heads, dim] at the given
+    slots."""
     for row in numba.prange(len(places)):
         for head in range(key.shape[1]):
             of_key, of_value = key[row, head], value[row, head]
@@ -88,7 +88,7 @@ def _attend(
     scale: Any,
     softcap: Any,
 ) -> None:
-    """float32 out [n, heads, dim] and uint32 query [n, heads, words], of which this computes those that share the KV
+    """float32 out [n, heads, dim] and uint32 query [n, heads, words]. It computes the query heads that share the KV
     heads from `first` on, `group` each. `scale` and `softcap` include log2 e. panels and lanes are as in `_pack`, the
     others as in `PrefillMetadata`."""
     given = out, query, panels, lanes, (segments, seen, tiles), first, group, (scale, softcap)

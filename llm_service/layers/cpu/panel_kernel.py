@@ -26,32 +26,32 @@ _STRETCH = 64
 _BYTES: dict[type[np.generic], int] = {np.float32: 4, np.uint32: 2, np.uint16: 2, np.int8: 1}
 """Of a number, by the type of the panels' array."""
 TOGETHER = 6
-"""Rows whose sums are kept in registers, with a tile of a panel's outputs."""
+"""Rows whose sums with a tile of outputs are kept in registers."""
 WIDE = wide_vectors()
 TILE = VECTORS if WIDE else 1
-"""Vectors of these outputs: processors without AVX-512 have 16 registers of half the size, others 32."""
+"""Vectors of outputs in a tile. Processors without AVX-512 have 16 registers of half the size instead of 32."""
 _FOURS = TOGETHER if WIDE else 8
-"""Rows that are left over which go by fours. With one vector of sums for a row, one or two rows wait for themselves as
-long as four would take."""
+"""Where so many rows are left over, they go by fours. With one vector of sums per row, one or two rows wait for their
+own sums as long as four take."""
 AT_A_TIME = TOGETHER if WIDE else 3
 """Rows that are multiplied with weights as they are stored, before the next rows are."""
 FEW = 4 * AT_A_TIME if WIDE else AT_A_TIME
 """Rows that are multiplied so."""
 _ASKING = 2 * TOGETHER
-"""Of more rows, those whose products ask for the weights that come next."""
+"""If there are more rows, so many of them prefetch the next weights."""
 _LEAST, _MOST = 4 * TOGETHER, 84 * TOGETHER
 """Rows of a task: the sums of the most are 126 KiB, in a second-level cache."""
 AT_ONCE = 4 * _MOST
-"""Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
+"""Rows that are computed in one pass; they are packed first, which takes memory."""
 
 
 @numba.njit(inline="always")
 def add_rows(tile: Any, across: Any, ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
-    """`add_products` of a tile of weights, `across` vectors for an input, for the rows from one on up to another, six
-    at a time; where 5 are left it computes 6, for 3 it computes 4.
+    """`add_products` of a tile of weights, `across` vectors per input, for a range of rows, six at a time; for 5 left
+    over it computes 6, for 3 it computes 4.
 
-    The last of `places` are the address of the weights that come next, as they are stored, and bytes for each input,
-    which `ahead` turns of rows share.
+    The last of `places` are the address of the next weights, as they are stored, and the bytes for each input, which
+    `ahead` turns of rows share.
     """
     out, out_step, x, x_step, weights, coming, size = places
     share = size // max(1, ahead)
@@ -82,7 +82,7 @@ def _add_few_wide(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -
 
 @numba.njit(inline="always")
 def _add_few_narrow(ahead: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
-    """The same without AVX-512: half a panel at a time where there are several rows."""
+    """The same without AVX-512: half a panel at a time if there are several rows."""
     if rows == 1:
         add_products(1, VECTORS, VECTORS, ahead, stored, places, count)
         return
@@ -102,9 +102,9 @@ add_few = _add_few_wide if WIDE else _add_few_narrow
 
 @numba.njit(inline="always")
 def add_tile(tile: Any, vectors: Any, across: Any, stored: Any, rows: Any, places: Any, count: Any) -> None:
-    """`add_products` of all rows with one of a panel's tiles of weights. The first turns of rows ask
-    for a part each of the weights that come next: the memory takes as long to bring them as eight rows take to be
-    multiplied, and all at once they would be waited for. `places` as in `add_rows`, `coming` for all of the panel."""
+    """`add_products` of all rows with one tile of a panel's weights. Each of the first turns of rows prefetches a part
+    of the next weights: memory takes as long to deliver them as the products of eight rows take, and prefetching all at
+    once would stall. `places` as in `add_rows`, `coming` for the whole panel."""
     out, out_step, x, x_step, weights, coming, size = places
     part = size * TILE // VECTORS
     asked = coming + tile * part * count
@@ -115,8 +115,8 @@ def add_tile(tile: Any, vectors: Any, across: Any, stored: Any, rows: Any, place
 
 @numba.njit(inline="always")
 def _add_panel_wide(stored: Any, room: Any, rows: Any, places: Any, count: Any) -> None:
-    """A panel's products of all rows. `places` as in `add_rows`; the weights are float32 where rows are more than
-    `FEW`, and as they are stored where not."""
+    """A panel's products with all rows. `places` as in `add_rows`; the weights are float32 if there are more than `FEW`
+    rows, otherwise as they are stored."""
     if rows <= TOGETHER:
         add_rows(VECTORS, VECTORS, 1, stored, (0, rows), places, count)
     elif rows <= 3 * TOGETHER:
@@ -170,13 +170,14 @@ def pack_row(packed: Any, row: Any, x: Any, source: Any) -> None:
 
 
 def _summing(kind: type[np.generic]) -> Routine:
-    """What adds up the sums of a panel whose numbers are stored as that type."""
+    """The routine that sums the products of a panel of this dtype."""
     stored, room = np.empty((0, 0, 0), kind), np.empty(0, np.float32)
     size = WIDTH * _BYTES[kind]
 
     def sum_panel(sums: Any, wide: Any, numbers: Any, apart: Any, weights: Any, inputs: Any, rows: Any) -> None:
-        """Adds up float32 sums [rows, 64], all by their addresses: rows of numbers as `packed_rows` has them, so many
-        bytes from one stretch of them to the next; at `wide` is room for the weights of a stretch."""
+        """Adds a panel's products to float32 sums [rows, 64], all given by address: rows of numbers as `packed_rows`
+        has them, with the bytes from one stretch of them to the next; at `wide` there is room for the weights of a
+        stretch."""
         for first in range(0, inputs, _STRETCH):
             count, here = min(_STRETCH, inputs - first), weights + first * size
             coming, x = here + _STRETCH * size, numbers + first // _STRETCH * apart
@@ -193,7 +194,7 @@ _SUMS = {numba.from_dtype(kind): routine.call for kind, routine in SUMS.items()}
 
 
 def _sum(panels: Any, given: Any) -> None:
-    """Calls what adds up the sums of these panels."""
+    """Calls the routine for these panels."""
     raise NotImplementedError
 
 
@@ -226,7 +227,7 @@ def multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: A
 def _work(
     thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any
 ) -> None:
-    """What a thread does of `_product`."""
+    """One thread's part of `_product`."""
     rows = x.shape[0]
     row = take(counts, 0, thread, rows)
     while row >= 0:
@@ -264,7 +265,7 @@ _NONE = np.empty(0, np.float32)
 def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, outputs: int) -> Array:
     """x float32 [m, inputs] → (x · panels) · scale + bias, float32 [m, outputs].
 
-    Raises ValueError where x has another shape or type.
+    Raises ValueError where x has another shape or dtype.
     """
     if x.ndim != 2 or x.shape[1] != panels.shape[1] or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {panels.shape[1]} inputs")
@@ -279,6 +280,7 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
 
 
 def task_rows(rows: int, panels: int, threads: int) -> int:
-    """Rows of a task: so many that each thread has two tasks or more, in full sets of what is computed together."""
+    """Rows of a task: so many that each thread has two tasks or more, in full sets of rows that are computed
+    together."""
     shared = -(-rows * panels // (2 * threads * TOGETHER)) * TOGETHER
     return min(_MOST, max(_LEAST, shared))

@@ -1,6 +1,6 @@
-"""A weight on a CPU in panels of 64 outputs, which our kernel multiplies with, and in the shortest type that has it: a
-float32 that came from 16 bits goes back to them without loss, so it takes half of the memory and of the time to read.
-The kernel widens weights as it reads them; products and sums are those of float32."""
+"""A weight on a CPU in panels of 64 outputs, stored in the shortest dtype that holds it without loss: a float32 weight
+that came from 16 bits goes back to 16 bits, and takes half the memory and the time to read. The kernel widens weights
+as it reads them; products and sums are those of float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAIR = 32
 _AT_ONCE = 64
 """Panels that are laid out at a time, so that this takes little memory beside the weight's."""
 _STORED = {torch.bfloat16: np.uint32, torch.float16: np.uint16}
-"""The array's type, by which the kernel knows what it holds; other types are themselves."""
+"""The array dtype by which the kernel knows what it holds; other dtypes map to themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PanelWeight:
 
     @property
     def number(self) -> Number | None:
-        """What the numbers of a weight that was rounded are."""
+        """The number format of a weight that was quantised."""
         return None if self.scale is None else Number.INT8
 
     @property
@@ -86,7 +86,8 @@ class PanelWeight:
         return partial(panel_kernel.product, panels=self.panels, scale=self.scale, bias=added, outputs=self.outputs)
 
     def _by_torch(self, x: Array, bias: Tensor | None) -> Tensor:
-        """The product while our kernel is not there: some panels at a time are made float32 in memory, for each."""
+        """The product while our kernel is not compiled: some panels at a time are widened to float32, for each product
+        anew."""
         rows = torch.from_numpy(x)
         out: Tensor = rows.new_empty(len(rows), len(self.panels), WIDTH)
         for first in range(0, len(self.panels), _AT_ONCE):

@@ -1,6 +1,6 @@
 """Attention of many queries on a CPU in float32, compiled by numba, for processors with AVX-512. Keys and values are
-laid out in panels; each tile of queries goes over a stretch of keys at a time, with the running softmax of
-https://arxiv.org/abs/2205.14135. A query's sums do not depend on those beside it: docs/design/cpu-kernels.md."""
+packed into panels; each tile of queries takes a stretch of keys at a time, with the online softmax of
+https://arxiv.org/abs/2205.14135. A query's sums do not depend on the batch: docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _ROWS = 6
 _TILE = 4 * _ROWS
 """Queries that go over the keys together, so that a panel is read from a first-level cache by most of them."""
 STRETCH = 4 * _WIDTH
-"""Keys whose scores are known before they are weighed; where a sequence is cut before what is seen of it, it is at a
-multiple of them, so that no sum depends on that."""
+"""Keys whose scores are computed before they are weighted. Where a window skips the beginning of a sequence, it skips a
+multiple of them, so that no sum depends on it."""
 _ROOM = 64 << 20
 """Bytes."""
 
@@ -53,8 +53,8 @@ class PrefillMetadata:
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], seen: Sequence[Array] | None = None) -> PrefillMetadata:
-        """Segments of so many queries and keys, one behind the other. `seen` has a part for each; without, the last
-        query sees all keys, the one before it one less."""
+        """Segments with so many queries and keys, one after the other. `seen` has an array for each; without it, the
+        last query sees all keys, the one before it one less, and so on."""
         if seen is None:
             chunks = [PagedChunk(known - count, count, ()) for count, known in zip(queries, keys, strict=True)]
             seen = [CAUSAL.seen(chunk) for chunk in chunks]
@@ -67,15 +67,15 @@ class PrefillMetadata:
         return cls(*(np.array(part, np.int64) for part in (segments, np.concatenate(seen), begins)))
 
     def tiles(self, rows: int) -> Array:
-        """int64 [t, 2]: segment and first query of every so many queries that go over the keys together."""
+        """int64 [t, 2]: the segment and the first query of each tile of `rows` queries."""
         ends = enumerate(self.segments[:, :2].tolist())
         return np.array([(index, first) for index, (begin, end) in ends for first in range(begin, end, rows)], np.int64)
 
 
 @inner
 def _pack_panel(panel: Any, lanes: Any, keys: Any, values: Any, places: Any) -> None:
-    """Fills panel [dim, 64] with keys [slots, dim] at so many places, and lanes [parts, 64, 64] with their values; both
-    with zeros behind the last."""
+    """Fills panel [dim, 64] with the keys [slots, dim] at the given slots, and lanes [parts, 64, 64] with their values,
+    both padded with zeros behind the last."""
     dim, known = panel.shape[0], len(places)
     for index in range(known, _WIDTH):
         for number in range(dim):
@@ -106,16 +106,16 @@ def _pack_one(
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
     """Fills panels [heads, p, dim, 64] with the keys of the KV heads from `first` on, and lanes [heads, parts, p, 64,
-    64] with their values, both with zeros behind a segment's last key. The others are as in
-    `PrefillMetadata` and `PrefillAttention`."""
+    64] with their values, both padded with zeros behind a segment's last key. The others are as in `PrefillMetadata`
+    and `PrefillAttention`."""
     given = panels, lanes, keys, values, places, segments, begins, first
     parallel_for(_pack_one, given, panels.shape[0] * len(begins))
 
 
 @inner
 def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
-    """out [rows or more, 64] += x [rows or more, k] · weights [k, 64], each row's numbers side by side; out and x have
-    room for a multiple of `_ROWS`, which is what is computed."""
+    """out [rows or more, 64] += x [rows or more, k] · weights [k, 64]; rows of out and x are contiguous. A multiple of
+    `_ROWS` is computed, for which out and x have room."""
     for row in range(0, rows, _ROWS):
         places = (
             out.ctypes.data + row * out.strides[0],
@@ -131,7 +131,7 @@ def _multiply(out: Any, x: Any, weights: Any, rows: Any) -> None:
 
 @inner
 def _cap_rows(scores: Any, rows: Any, wide: Any, softcap: Any) -> None:
-    """Draws the scores of so many rows with so many panels' keys below a cap, if there is one."""
+    """Caps the scores of `rows` rows with the keys of `wide` panels, if there is a cap."""
     for index in range(rows if softcap > _ZERO else 0):
         cap(scores[index].ctypes.data, wide, np.float32(1.0), softcap)
 
@@ -139,10 +139,10 @@ def _cap_rows(scores: Any, rows: Any, wide: Any, softcap: Any) -> None:
 @inner
 def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any) -> None:
     """float32 out and query [n, dim], n ≤ 24, of one head. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which
-    falls from query to query; they are in panels [p, dim, 64], their values in lanes [parts, p, 64, 64]. Scores are
-    drawn below `softcap`, 0: they are not.
+    decreases from query to query; the keys are in panels [p, dim, 64], their values in lanes [parts, p, 64, 64].
+    `softcap` bounds scores; 0: none.
 
-    All scores of a stretch of keys are known before they are weighed. A query may see none of the first stretches.
+    All scores of a stretch of keys are computed before they are weighted. A query may see none of the first stretches.
     """
     rows, dim, parts = query.shape[0], query.shape[1], lanes.shape[0]
     numbers, sums = np.zeros((_TILE, dim), np.float32), np.zeros((_TILE, parts * _WIDTH), np.float32)
@@ -187,8 +187,8 @@ def _attend_tile(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale
 
 @inner
 def tile_at(task: Any, tables: Any, first: Any, group: Any, most: Any) -> Any:
-    """Of a task, a head's tile of `most` queries: the head, its queries, its KV head of those packed, and the panels of
-    its keys. tables are segments, seen and tiles."""
+    """A task's tile of at most `most` queries of one head: the head, its queries, the place of its KV head among the
+    packed ones, and the panels of its keys. tables are segments, seen and tiles."""
     segments, _, tiles = tables
     own, tile = task // len(tiles), task % len(tiles)
     segment, row = tiles[tile]
@@ -220,7 +220,7 @@ def _attend(
     scale: Any,
     softcap: Any,
 ) -> None:
-    """float32 out and query [n, heads, dim], of which this computes those that share the KV heads from `first` on,
+    """float32 out and query [n, heads, dim]. It computes the query heads that share the KV heads from `first` on,
     `group` each. `scale` and `softcap` include log2 e. panels and lanes are as in `_pack`, the others as in
     `PrefillMetadata`."""
     given = out, query, panels, lanes, (segments, seen, tiles), first, group, (scale, softcap)
@@ -243,12 +243,13 @@ TYPED = {
 
 
 class PrefillAttention:
-    """Attention of one batch, the same in all layers, which share the room for packed keys and values: memory that
-    nobody has touched yet comes page by page.
+    """Attention of one batch, the same in all layers, which share the memory for packed keys and values, because fresh
+    memory costs page faults.
 
-    `places` int64 says where, among the slots of a cache, the keys of all segments are; `scale` is what products are
-    multiplied by, None: dim^-0.5, and scores are drawn below `softcap`, None: they are not. Keys and values in panels
-    take `room` bytes at most, unless one head's take more."""
+    `places` int64 are the cache slots of the keys of all segments; `scale` multiplies the scores, None: dim^-0.5;
+    `softcap` bounds them, None: not. Packed keys and values take at most `room` bytes, unless those of one head take
+    more.
+    """
 
     kernels: ClassVar[tuple[str, ...]] = (f"{__name__}:pack", f"{__name__}:attend")
     """Their names, as `common.cpu.jit.find` takes them."""
@@ -277,7 +278,7 @@ class PrefillAttention:
 
     @staticmethod
     def _packed(heads: int, count: int, head_dim: int) -> tuple[Array, Array]:
-        """Room for keys and for values of so many heads, in `count` panels each, as the kernels take it."""
+        """Memory for packed keys and values of so many heads, in `count` panels each, in the kernels' layout."""
         parts = math.ceil(head_dim / _WIDTH)
         return (
             np.empty((heads, count, head_dim, _WIDTH), np.float32),
@@ -286,13 +287,13 @@ class PrefillAttention:
 
     @staticmethod
     def _numbers(x: Tensor) -> Array:
-        """x, which lies together, as the kernels take it."""
+        """A contiguous x as an array for the kernels."""
         numbers: Array = x.numpy()
         return numbers
 
     @classmethod
     def _queries(cls, x: Tensor) -> Array:
-        """The same of queries, which may be apart."""
+        """The same for queries, which may be strided."""
         return cls._numbers(x.contiguous())
 
     def write(self, places: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -302,8 +303,8 @@ class PrefillAttention:
         values.index_copy_(0, places, value.to(values.dtype))
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], of the cache's type,
-        each of which lies together: the kernels are compiled for that alone."""
+        """query float32 [n, heads, dim] → [n, heads, dim]; keys and values [slots, kv_heads, dim], in the cache's
+        dtype, both contiguous: the kernels are compiled for that alone."""
         kv_heads, (pack, compute) = keys.shape[1], self._kernels
         group, metadata = query.shape[1] // kv_heads, self._metadata
         numbers, *cached = self._queries(query), self._numbers(keys), self._numbers(values)

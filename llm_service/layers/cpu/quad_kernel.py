@@ -28,7 +28,7 @@ _STRETCH = 64
 """Quads of inputs that all rows go through before the next: 16 KiB of a panel, half of most first-level caches."""
 _INPUTS = QUAD * _STRETCH
 OFFSET = 128
-"""By which weights are more than they are."""
+"""Added to weights, so that they are unsigned."""
 STEPS = np.float32(127.5)
 """Of a row's largest number, how many steps it is divided into: as compressed-tensors has it, so that as many are above
 zero as below."""
@@ -46,9 +46,9 @@ def packed_rows(rows: Any, quads: Any) -> Any:
 def pack_row(
     place: Any, apart: Any, width: Any, scales: Any, sums: Any, row: Any, x: Any, source: Any, step: Any
 ) -> None:
-    """Writes a row `source` of x [n, k], float32, as whole numbers of 8 bits: so many of them, a multiple of 16, side
-    by side at an address, the next so many bytes further on; and the scale and the sum of `row`. The scale is `step`,
-    or the row's own where that is 0; of a row with what is not a finite number it is none, and nothing is written."""
+    """Rounds row `source` of x [n, k], float32, to int8: `width` numbers, a multiple of 16, side by side at an address,
+    the next ones `apart` bytes on. Also sets the scale and the sum of `row`. The scale is `step`, or, if that is 0, the
+    row's own. If a number is not finite, the scale is NaN and no numbers are written."""
     inputs = x.shape[1]
     whole, left, every = inputs // LANES, inputs % LANES, width // LANES
     begin, rest = x.ctypes.data + source * inputs * FLOAT, np.zeros(LANES, np.float32)
@@ -76,14 +76,14 @@ def pack_row(
 
 @inner
 def pack_quads(numbers: Any, scales: Any, sums: Any, row: Any, x: Any, source: Any, step: Any) -> None:
-    """Fills a row of what `packed_rows` gives with one of x [n, k], float32; `step` as in `pack_row`."""
+    """Fills a row of `packed_rows` with one of x [n, k], float32; `step` as in `pack_row`."""
     place, apart = numbers.ctypes.data + row * _INPUTS, numbers.shape[1] * _INPUTS
     pack_row(place, apart, _INPUTS, scales, sums, row, x, source, step)
 
 
 def _sum_panel(sums: Any, numbers: Any, apart: Any, weights: Any, quads: Any, rows: Any) -> None:
-    """Adds up int32 sums [rows, 64] of a panel, all by their addresses: rows of numbers as `packed_rows` has them, so
-    many bytes from one stretch of them to the next."""
+    """Adds a panel's products to int32 sums [rows, 64], all given by address: rows of numbers as `packed_rows` has
+    them, with the bytes from one stretch of them to the next."""
     size = WIDTH * QUAD
     for first in range(0, quads, _STRETCH):
         count, here = min(_STRETCH, quads - first), weights + first * size
@@ -106,8 +106,8 @@ _sum = SUM.call
 def write_row(
     to: Any, room: Any, index: Any, row: Any, panel: Any, scales: Any, sums: Any, weight: Any, bias: Any
 ) -> None:
-    """Writes to an address a row's 64 outputs of a panel, whose sums are in `room`, as `sums_of` gives them, at an
-    index."""
+    """Writes a row's 64 outputs of a panel to an address, from their sums at an index of `room`, which are as `sums_of`
+    gives them."""
     of_row = room.ctypes.data + (first_line(room) + index * WIDTH) * FLOAT
     constants = weight.ctypes.data + panel * WIDTH * FLOAT, bias.ctypes.data + panel * WIDTH * FLOAT
     write_whole_sums(VECTORS, (to, of_row, *constants), np.int32(-OFFSET * sums[row]), scales[row])
@@ -117,7 +117,7 @@ def write_row(
 def write_rows(
     out: Any, panel: Any, begin: Any, rows: Any, room: Any, scales: Any, sums: Any, weight: Any, bias: Any
 ) -> None:
-    """Fills out [begin : begin + rows] of one panel's outputs, whose sums are in `room`."""
+    """Fills out [begin : begin + rows] of one panel's outputs from their sums in `room`."""
     first, aside = panel * WIDTH, np.empty(WIDTH, np.float32)
     width = min(WIDTH, out.shape[1] - first)
     for row in range(begin, begin + rows):
@@ -175,7 +175,7 @@ def _work(
     step: Any,
     most: Any,
 ) -> None:
-    """What a thread does of `_product`."""
+    """One thread's part of `_product`."""
     rows = x.shape[0]
     row = take(counts, 0, thread, rows)
     while row >= 0:
@@ -192,8 +192,8 @@ def _work(
 
 
 def _product(out: Any, x: Any, panels: Any, weight: Any, bias: Any, step: Any, most: Any, threads: Any) -> None:
-    """float32 out [m, outputs], x [m, k], panels and weight, its scale, as in `QuadPanels`, which bias is as long as;
-    `step` as there. A task has `most` rows of a panel's outputs."""
+    """float32 out [m, outputs], x [m, k], panels and weight (its scale) as in `QuadPanels`; bias is as long as the
+    scale; `step` as there. A task has `most` rows of a panel's outputs."""
     rows = x.shape[0]
     counts = counts_of(2, threads)
     packed, scales, sums = packed_rows(rows, panels.shape[1])
@@ -213,7 +213,7 @@ TYPED = {
 def product(x: Array, panels: Array, scale: Array, bias: Array, step: float, inputs: int, outputs: int) -> Array:
     """x float32 [m, inputs] → x · panels · scale + bias, float32 [m, outputs]; scale, bias and step as there.
 
-    Raises ValueError where x has another shape or type.
+    Raises ValueError where x has another shape or dtype.
     """
     if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")

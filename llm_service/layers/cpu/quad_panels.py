@@ -1,5 +1,5 @@
-"""A weight of 8 bits that is multiplied with rows of as many (W8A8), on a CPU, in panels of 64 outputs where four
-inputs lie side by side, as AVX512-VNNI multiplies them, and AMX."""
+"""An int8 weight for int8 rows (W8A8) on a CPU, in panels of 64 outputs with four inputs side by side, as AVX512-VNNI
+and AMX multiply them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from llm_service.layers.cpu.quad_kernel import OFFSET, QUAD
 from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight, rounded_rows
 
 _AT_ONCE = 64
-"""Panels that are laid out, or multiplied with by torch, at a time, so that this takes little memory beside them."""
+"""Panels that are laid out, or multiplied by torch, at a time, so that this takes little memory beside them."""
 _MOST_INPUTS = 1 << 16
-"""Products of a number from −128 to 127 and one from 0 to 255, of which 32 bits hold the sum."""
+"""The sum of so many products of numbers from −128 to 127 and from 0 to 255 fits into 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class QuadPanels:
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> QuadPanels | None:
-        """Lays out weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their
-        outputs goes. None where they are not made for it, or the kernel does not compute here."""
+        """Concatenates the outputs of weights over the same inputs, in panels; `order` int64 [outputs] says where each
+        output goes. None if their format is another one, or the kernel does not run here."""
         if parts[0].codes.device.type != "cpu" or not selection.computes_bytes():
             return None
         if (whole := GroupedWeight.of_bytes(parts, order, _MOST_INPUTS)) is None:
@@ -60,12 +60,12 @@ class QuadPanels:
 
     @property
     def number(self) -> Number:
-        """What the weight's numbers are."""
+        """The number format of the weight."""
         return Number.INT8
 
     @property
     def rounded_inputs(self) -> Number:
-        """And those that it is multiplied with."""
+        """The number format that inputs are rounded to."""
         return Number.INT8
 
     @property
@@ -105,7 +105,7 @@ class QuadPanels:
         return added
 
     def _by_torch(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """The same sums while our kernel is not there."""
+        """The same sums while our kernel is not compiled."""
         numbers, scales = rounded_rows(rows, self.step)
         every = []
         for first in range(0, len(self.panels), _AT_ONCE):

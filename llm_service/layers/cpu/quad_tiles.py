@@ -55,7 +55,7 @@ def _work(
     step: Any,
     size: Any,
 ) -> None:
-    """What a thread does of `_product`."""
+    """One thread's part of `_product`."""
     rows, width = x.shape[0], packed.shape[1] * FLOAT
     tile_kernel.ask_share(counts, thread, panels)
     row = take(counts, 0, thread, rows)
@@ -75,8 +75,8 @@ def _work(
 def _product(
     out: Any, x: Any, panels: Any, weight: Any, bias: Any, step: Any, most: Any, together: Any, threads: Any
 ) -> None:
-    """As that of `quad_kernel`; quads are a multiple of 16. A task has `most` rows of the outputs of so many panels
-    `together`."""
+    """As in `quad_kernel`; the number of quads is a multiple of 16. A task has `most` rows of the outputs of `together`
+    panels."""
     rows = x.shape[0]
     counts, packed = counts_of(2, threads), tile_kernel.packed_rows(rows, panels.shape[1] // BLOCK)
     scales, sums = np.empty(rows, np.float32), np.empty(rows, np.int32)
@@ -90,9 +90,9 @@ TYPED = {"product": Typed(_kernel, (_matrix, _matrix, _quads, _vector, _vector, 
 
 
 def product(x: Array, panels: Array, scale: Array, bias: Array, step: float, inputs: int, outputs: int) -> Array:
-    """As that of `quad_kernel`.
+    """As in `quad_kernel`.
 
-    Raises ValueError where x has another shape or type.
+    Raises ValueError where x has another shape or dtype.
     """
     if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")

@@ -1,7 +1,7 @@
-"""What a decoder does to its rows between two products, on a CPU in float32, compiled by numba, one kernel each.
+"""Row-wise operations of a decoder between two products, on a CPU in float32, compiled by numba, one kernel each.
 
-torch needs five operators for a norm and ten for what is rotated: to start them takes longer than the arithmetic of a
-few rows. Few are computed by one thread, since they take microseconds, and to wake others takes as long.
+torch needs five operators for a norm and ten for rotary embeddings; launching them takes longer than the arithmetic of
+few rows. Few rows take microseconds, as long as waking threads takes, so one thread computes them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from llm_service.layers.ops import Pair, TorchOps
 from llm_service.model_config.feed_forward import Activation
 
 FEW = 32
-"""Rows up to which one thread is faster."""
+"""Up to so many rows one thread is faster."""
 
 
 def _rms_norm(out: Any, x: Any, apart: Any, gain: Any, eps: Any) -> None:
-    """float32 out [n, size], x the address of rows alike, so many bytes from one to the next; gain [size]."""
+    """float32 out [n, size]; x is the address of such rows, `apart` bytes from one to the next; gain [size]."""
     for row in numba.prange(out.shape[0]):
         rms_norm(out[row].ctypes.data, x + np.intp(row) * apart, gain.ctypes.data, out.shape[1], eps)
 
@@ -46,7 +46,7 @@ def _add_rms_norm(total: Any, out: Any, x: Any, more: Any, gain: Any, eps: Any) 
 def qk_norm_rotary_row(
     out: Any, x: Any, apart: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any
 ) -> None:
-    """float32 out [heads, dim], x the address of heads alike, so many bytes from one to the next; cosine and sine
+    """float32 out [heads, dim]; x is the address of such heads, `apart` bytes from one to the next; cosine and sine
     [rotary_dim], gains [2, dim]."""
     size, rotary = out.shape[1], cosine.shape[0]
     half = rotary // 2
@@ -65,8 +65,8 @@ def qk_norm_rotary_row(
 def _qk_norm_rotary(
     out: Any, x: Any, apart: Any, heads_apart: Any, cosine: Any, sine: Any, gains: Any, queries: Any, eps: Any
 ) -> None:
-    """float32 out [n, heads, dim], x the address of rows of as many heads or more, so many bytes from a row and from a
-    head to the next; cosine and sine [n, 1, rotary_dim], gains [2, dim]. Where eps is below 0, without a norm."""
+    """float32 out [n, heads, dim]; x is the address of rows of as many heads or more, with the bytes from row to row
+    and from head to head; cosine and sine [n, 1, rotary_dim], gains [2, dim]. No norm if eps is below 0."""
     for row in numba.prange(out.shape[0]):
         here = x + np.intp(row) * apart
         qk_norm_rotary_row(out[row], here, heads_apart, cosine[row, 0], sine[row, 0], gains, queries, eps)
@@ -141,7 +141,7 @@ def rms_norm_rows(x: Array, gain: Array, eps: float) -> Array:
 def qk_norm_rotary_rows(
     x: Array, cosine: Array, sine: Array, queries: int, keys: int, gains: Array, eps: float
 ) -> Array:
-    """See `RowOps.qk_norm_rotary`; gains [2, head_dim], eps below 0 where nothing is normed."""
+    """See `RowOps.qk_norm_rotary`; gains [2, head_dim]; no norm if eps is below 0."""
     out = np.empty((x.shape[0], queries + keys, x.shape[2]), np.float32)
     kernel = _qk_norm_rotary_few if len(x) <= FEW else _qk_norm_rotary_many
     tables = np.ascontiguousarray(cosine), np.ascontiguousarray(sine)
@@ -165,7 +165,7 @@ def gelu_and_mul_rows(x: Array) -> Array:
 
 
 def _with_rows(x: Array) -> Array:
-    """What lies as kernels read it: the numbers of a row side by side."""
+    """x with contiguous rows, as kernels read it."""
     return x if x.strides[-1] == FLOAT else np.ascontiguousarray(x)
 
 

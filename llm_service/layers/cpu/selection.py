@@ -1,6 +1,6 @@
-"""Which kernels compute on CPUs, a fact of the process: numba's, or torch's while numba's are being compiled.
+"""Which kernels compute on CPUs in this process: numba's, or torch's while numba's are being compiled.
 
-Whoever runs steps changes it between two of them. The rest of the code has numba's, compiled at their first call.
+Whoever runs steps switches between two of them. Everything else uses numba's, which are compiled at their first call.
 """
 
 from __future__ import annotations
@@ -65,5 +65,5 @@ def allows_panels() -> bool:
 
 
 def leave_to_torch() -> None:
-    """Has torch compute for good, on weights as it wants them. To be called before there is a weight."""
+    """Leaves everything to torch for good, and weights in torch's layout. To be called before any weight exists."""
     _state.numba = _state.panels = False

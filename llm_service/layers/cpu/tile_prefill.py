@@ -24,8 +24,8 @@ from llm_service.layers.cpu.prefill_attention import tile_at
 def _attend_some(
     chunk: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
 ) -> None:
-    """So many tasks `TOGETHER` of `_attend`: a tile of queries of a head each. tables are segments, seen and tiles,
-    `rule` is `scale` and `softcap`."""
+    """`TOGETHER` tasks of `_attend`, each a tile of queries of a head. tables are segments, seen and tiles, `rule` is
+    `scale` and `softcap`."""
     room, dim = workspace(panels, lanes), out.shape[2]
     sums, _, _, numbers = room
     tasks = panels.shape[0] * group * len(tables[2])
@@ -58,7 +58,8 @@ def _attend(
     scale: Any,
     softcap: Any,
 ) -> None:
-    """As in `pair_prefill`, but that query is float32 [n, heads, dim], whose rows may be apart; lanes have one part."""
+    """As in `pair_prefill`, except that query is float32 [n, heads, dim], whose rows may be strided; lanes have one
+    part."""
     count = panels.shape[0] * group * len(tiles)
     given = out, query, panels, lanes, (segments, seen, tiles), first, group, (scale, softcap)
     parallel_for(_attend_some, given, (count + TOGETHER - 1) // TOGETHER)
