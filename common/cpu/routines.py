@@ -19,7 +19,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 from common.cpu import phases, vectors
-from common.cpu.jit import FREEDOMS, ROUTINE, Cache, Typed, compiled, inner, named
+from common.cpu.jit import FREEDOMS, ROUTINE, Cache, KernelCompiler, Typed, compiled, inner, named
 from common.cpu.phases import counts_of, take
 from common.cpu.vectors.llvm import FLAG, WORD, Value, declared
 
@@ -54,7 +54,7 @@ class Routine:
         """One where it is ready, as a kernel has them."""
         self._takes = types.UniTuple(types.intp, len(inspect.signature(function).parameters))
         options = {"nopython": True, "parallel": parallel, "fastmath": FREEDOMS, "error_model": "numpy"}
-        self._compiled = cast(Any, _Kept(self.py_func, (self._takes.types, types.void), {}, options))
+        self._compiled = cast(Any, _Kept(self.py_func, (self._takes.types, types.void), {}, options, KernelCompiler))
         with contextlib.suppress(RuntimeError):  # no folder to keep it in
             self._compiled._cache = Cache(self.py_func)
         self._cache = self._compiled._cache

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numba
+import pytest
+from numba.core import event
 
 from common.cpu.jit import compiled, exact, inner
 
@@ -33,10 +37,48 @@ def freedoms(part: Any) -> set[str]:
     return {word for words in found for word in words.split()}
 
 
+def _none() -> Any:
+    """What a kernel is compiled with that is not read from disk."""
+    return type(numba.njit(lambda: None)._cache)()
+
+
 def test_an_exact_part_keeps_to_what_is_written_whoever_calls_it() -> None:
     vector = numba.float32[::1]
     kernel = compiled(_thirds, parallel=False)
-    kernel._cache = type(numba.njit(lambda: None)._cache)()  # compiled here, not read from disk
+    kernel._cache = _none()
     kernel.compile((vector, vector))
     assert "arcp" in freedoms(_free_third)
     assert not freedoms(_third)
+
+
+class _Looks(event.Listener):
+    """Whether garbage is looked for when a pass begins."""
+
+    def __init__(self) -> None:
+        self.told: set[bool] = set()
+
+    def on_start(self, _: Any) -> None:
+        self.told.add(gc.isenabled())
+
+    def on_end(self, _: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.enable()
+    yield
+    if not enabled:
+        gc.disable()
+
+
+@pytest.mark.usefixtures("garbage_collection")
+def test_nobody_looks_for_garbage_while_a_kernel_is_compiled_and_somebody_does_afterwards() -> None:
+    vector = numba.float32[::1]
+    kernel = compiled(_thirds, parallel=False)
+    kernel._cache = _none()
+    with event.install_listener("numba:run_pass", looks := _Looks()):
+        kernel.compile((vector, vector))
+    assert looks.told == {False}
+    assert gc.isenabled()
