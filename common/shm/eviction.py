@@ -15,25 +15,6 @@ _TRIES = 8
 are in vain: then those left that have room around them are tried."""
 
 
-def make_room(
-    ranges: RangeAllocator,
-    size: int,
-    oldest: Iterable[int],
-    last_use: Callable[[int], LastUse | None],
-    held: Iterable[int],
-    drop: Callable[[int], None],
-) -> Range | None:
-    """A range of `size` bytes, for which `drop` frees a `window` if there is no gap; None, without dropping anything,
-    if that cannot suffice."""
-    if (span := ranges.allocate(size)) is not None:
-        return span
-    if going := window(ranges, size, oldest, last_use, held):
-        for start in going:
-            drop(start)
-        return ranges.allocate(size)
-    return None
-
-
 def window(
     ranges: RangeAllocator,
     size: int,

@@ -3,14 +3,12 @@ are in the store's arena as well, so nobody waits for room: a reader without a s
 
 from __future__ import annotations
 
-import itertools
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.shm import eviction
-from common.shm.arena import Range, RangeAllocator, aligned
+from common.shm.arena import Range, aligned
+from common.shm.evicting_ranges import EvictingRanges
 from encoder_service.worker.messages import PoolMade
 
 
@@ -54,10 +52,9 @@ class DevicePool:
         self.device = made.device
         self.lost = False
         self._row_bytes = row_bytes
-        self._ranges = RangeAllocator(made.size)
-        self._slices: OrderedDict[Slice, int] = OrderedDict()  # with the number of their last use
-        self._uses = itertools.count()
-        self._at: dict[int, Slice] = {}  # by offset
+        self._ranges: EvictingRanges[Slice] = EvictingRanges(
+            made.size, may_go=lambda slice_: not slice_.pins, evict=self.free
+        )
 
     @property
     def used(self) -> int:
@@ -74,29 +71,18 @@ class DevicePool:
         leave too little."""
         if self.lost:
             return None
-        oldest = (each.span.offset for each in self._slices if not each.pins)
-        held = (each.span.offset for each in self._slices if each.pins)
-        span = eviction.make_room(self._ranges, rows * self._row_bytes, oldest, self._last_use, held, self._evict)
+        span = self._ranges.make_room(rows * self._row_bytes)
         if span is None:
             return None
         made = Slice(self, span, rows)
-        self._slices[made] = next(self._uses)
-        self._at[span.offset] = made
+        self._ranges.own(span, made)
         return made
-
-    def _evict(self, offset: int) -> None:
-        self.free(self._at[offset])
-
-    def _last_use(self, offset: int) -> eviction.LastUse | None:
-        slice_ = self._at[offset]
-        return None if slice_.pins else (0, self._slices[slice_])
 
     def pin(self, slice_: Slice) -> None:
         """Pins a slice until `unpin`; it becomes the most recently used."""
         assert slice_.kept, "this slice is free"
         slice_.pins += 1
-        self._slices.move_to_end(slice_)
-        self._slices[slice_] = next(self._uses)
+        self._ranges.use(slice_.span)
 
     def unpin(self, slice_: Slice) -> None:
         """Takes a pin off; the last one frees a slice that is not kept."""
@@ -108,25 +94,23 @@ class DevicePool:
     def lose(self) -> None:
         """The worker is gone, with its memory."""
         self.lost = True
-        for slice_ in self._slices:
+        for slice_ in self._ranges.owners:
             slice_.kept = False
 
     def check_integrity(self) -> None:
         """Raises AssertionError if ranges and slices disagree."""
         self._ranges.check_integrity()
-        assert self._at == {slice_.span.offset: slice_ for slice_ in self._slices}, "a slice is elsewhere"
-        assert sum(aligned(slice_.span.size) for slice_ in self._slices) == self.used, "a range has no owner"
+        assert sum(aligned(slice_.span.size) for slice_ in self._ranges.owners) == self.used, "a range has no owner"
 
     def check_idle(self) -> None:
         """The same, and if something is still held."""
         self.check_integrity()
-        assert not any(slice_.pins for slice_ in self._slices), "a slice is still pinned"
+        assert not any(slice_.pins for slice_ in self._ranges.owners), "a slice is still pinned"
 
     def free(self, slice_: Slice) -> None:
         """Frees the bytes of an unpinned slice, once."""
         slice_.kept = False
-        if slice_ in self._slices:
-            del self._slices[slice_], self._at[slice_.span.offset]
+        if self._ranges.owner(slice_.span.offset) is slice_:
             self._ranges.free(slice_.span)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ from common.aio.tasks import in_thread
 from common.errors import InvalidInput
 from common.media.item import Header
 from common.shm import eviction
-from common.shm.arena import Range, RangeAllocator, SharedBuffer, aligned
+from common.shm.arena import Range, SharedBuffer, aligned
+from common.shm.evicting_ranges import EvictingRanges
 from encoder_service.engine.device_pool import Slice
 
 _PART = 256 << 20
@@ -52,7 +52,6 @@ class Entry:
     header: Header
     salt: bytes
     allocation: Allocation
-    used: int = 0
 
     @property
     def span(self) -> Range:
@@ -86,9 +85,9 @@ class EmbeddingStore:
     unless the buffer is `registered`: a network card would keep reading the old pages.
 
     Entries are kept and evicted whole, and never while pinned: the least recently used first or, if that alone makes no
-    room, adjacent ones none of which was used lately (`common/shm/eviction`). Rows may be read as soon as they are
-    written, before their entry is complete: whoever pins an allocation must unpin it, and nobody else gets its bytes
-    before, even if the rest of the rows never comes.
+    room, adjacent ones none of which was used lately (`EvictingRanges`). Rows may be read as soon as they are written,
+    before their entry is complete: whoever pins an allocation must unpin it, and nobody else gets its bytes before,
+    even if the rest of the rows never comes.
 
     Allocations that find no room wait, first come, first served. Since hits pin entries all the time, a large one might
     never find adjacent entries without readers; so after a few searches adjacent ranges are reserved for it. Their
@@ -101,10 +100,10 @@ class EmbeddingStore:
         self._row_bytes = row_bytes
         self._part = part
         self._registered = registered
-        self._ranges = RangeAllocator(buffer.size)
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._at: dict[int, Entry] = {}  # by offset
-        self._uses = itertools.count()
+        self._ranges: EvictingRanges[Entry] = EvictingRanges(
+            buffer.size, may_go=lambda entry: not entry.pins, evict=self._drop
+        )
+        self._entries: dict[bytes, Entry] = {}
         self._unkept: set[Allocation] = set()  # allocations without an entry
         self._waiters: deque[_Waiter] = deque()
         self._reservation: _Reservation | None = None
@@ -136,9 +135,8 @@ class EmbeddingStore:
         """As `find`; the entry becomes the most recently used."""
         if not self.has(key, salt):
             return None
-        self._entries.move_to_end(key)
         entry = self._entries[key]
-        entry.used = next(self._uses)
+        self._ranges.use(entry.span)
         return entry
 
     @contextmanager
@@ -204,11 +202,12 @@ class EmbeddingStore:
         """Makes an entry of an allocation whose rows are written; the caller's pin stays on it. If its room is
         reserved, nobody else finds the entry."""
         assert header.key not in self._entries, "an entry is written once"
-        entry = Entry(header, salt_hash(salt), allocation, next(self._uses))
+        entry = Entry(header, salt_hash(salt), allocation)
         if not self._is_reserved(allocation):
             self._unkept.remove(allocation)
             allocation.kept = True
-            self._entries[header.key] = self._at[entry.span.offset] = entry
+            self._entries[header.key] = entry
+            self._ranges.own(entry.span, entry)
         return entry
 
     def abandon(self, allocation: Allocation) -> None:
@@ -226,12 +225,12 @@ class EmbeddingStore:
         store."""
         starts = self._ranges.starts[::-1]  # in ascending order, each removal would move all later entries of the lists
         for at in range(0, len(starts), most):
-            found = (self._at.get(start) for start in starts[at : at + most])
-            gone = [entry.span for entry in found if entry is not None and not entry.pins]
-            for span in gone:
-                self._drop(span.offset)
+            found = (self._ranges.owner(start) for start in starts[at : at + most])
+            gone = [entry for entry in found if entry is not None and not entry.pins]
+            for entry in gone:
+                self._drop(entry)
             self._serve_soon()
-            yield len(gone), sum(span.size for span in gone)
+            yield len(gone), sum(entry.span.size for entry in gone)
 
     async def shrink(self) -> None:
         """Returns all free memory to the system, part by part, in a thread. A part is taken meanwhile, so that nobody
@@ -258,7 +257,8 @@ class EmbeddingStore:
         if self._reservation:
             spans.append(self._reservation.span)
             assert self._reservation.holders <= self._unkept, "who reads what is reserved has no pin"
-        assert self._at == {entry.span.offset: entry for entry in self._entries.values()}, "an entry is elsewhere"
+        entries = self._entries.values()
+        assert all(self._ranges.owner(entry.span.offset) is entry for entry in entries), "an entry is elsewhere"
         assert sum(aligned(span.size) for span in spans) == self._ranges.used, "a range has no owner"
 
     def check_idle(self) -> None:
@@ -295,13 +295,13 @@ class EmbeddingStore:
         if waiter.searches == _SEARCHES:  # it waits until another's reservation has ended, or for a gap
             return self._ranges.allocate(waiter.size)
         waiter.searches += 1
-        return self._make_room(waiter.size)
+        return self._ranges.make_room(waiter.size)
 
     def _reserve(self, waiter: _Waiter) -> None:
         span, starts = eviction.lightest(self._ranges, waiter.size, self._holders)
         for start in starts:
-            if start in self._at:
-                self._drop(start)
+            if (entry := self._ranges.owner(start)) is not None:
+                self._drop(entry)
         holders = {each for each in self._unkept if span.offset <= each.span.offset < span.end}
         for holder in holders:
             self._ranges.free(holder.span)
@@ -311,7 +311,7 @@ class EmbeddingStore:
             self._fulfil(self._reservation)
 
     def _holders(self, start: int) -> int:
-        entry = self._at.get(start)
+        entry = self._ranges.owner(start)
         return entry.pins if entry else _UNWRITTEN
 
     def _is_reserved(self, allocation: Allocation) -> bool:
@@ -336,26 +336,10 @@ class EmbeddingStore:
         self._unkept.add(allocation)
         return allocation
 
-    def _make_room(self, size: int) -> Range | None:
-        """A range for which entries are evicted; None, without evicting anything, if that cannot suffice."""
-        oldest = (entry.span.offset for entry in self._entries.values() if not entry.pins)
-        return eviction.make_room(self._ranges, size, oldest, self._last_use, self._held(), self._drop)
-
-    def _held(self) -> Iterator[int]:
-        """The offsets of ranges that must stay: they are read or written, or reserved."""
-        yield from (start for start, entry in self._at.items() if entry.allocation.pins)
-        yield from (each.span.offset for each in self._unkept if not self._is_reserved(each))
-        if self._reservation:
-            yield self._reservation.span.offset
-
-    def _last_use(self, offset: int) -> eviction.LastUse | None:
-        entry = self._at.get(offset)
-        return (0, entry.used) if entry and not entry.pins else None
-
-    def _drop(self, offset: int) -> None:
-        """Drops an entry; its bytes are freed when nobody reads them any more."""
-        entry = self._at.pop(offset)
+    def _drop(self, entry: Entry) -> None:
+        """Drops an entry; its bytes are free when nobody reads them any more."""
         del self._entries[entry.header.key]
+        self._ranges.disown(entry.span)
         if entry.pins:
             entry.allocation.kept = False
             self._unkept.add(entry.allocation)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import InvalidInput, TwinlensError, Unavailable
 from common.media.item import Header
 from common.rows.wire import RowLayout
-from common.shm import eviction
-from common.shm.arena import Range, RangeAllocator, SharedBuffer, aligned
+from common.shm.arena import Range, SharedBuffer, aligned
+from common.shm.evicting_ranges import EvictingRanges
 
 Watcher = Callable[["CacheEntry"], None]
 
@@ -75,7 +74,7 @@ class EncoderCache:
     """Owns the arena. The caller of `acquire` must `release` each entry once.
 
     An entry holds all rows of one item, under its `Header.rows_key`, as long as a request needs them, and then until
-    the space is needed. Entries are evicted whole, by `common/shm/eviction`, those that `retained` names last.
+    the space is needed. Entries are evicted whole, by `common/shm/evicting_ranges`, those that `retained` names last.
     `on_place` is called first for each place that is given to new rows.
     """
 
@@ -90,12 +89,14 @@ class EncoderCache:
         self.buffer = SharedBuffer.create("twinlens-rows", capacity)
         self.layout = layout
         self.counters = CacheCounters()
-        self._ranges = RangeAllocator(capacity)
+        self._ranges: EvictingRanges[CacheEntry] = EvictingRanges(
+            capacity,
+            may_go=lambda entry: entry in self._idle,
+            evict=self._drop,
+            is_retained=lambda entry: retained(entry.header.rows_key),
+        )
         self._entries: dict[bytes, CacheEntry] = {}
-        self._idle: OrderedDict[bytes, int] = OrderedDict()  # by when they were last used, as a number
-        self._uses = itertools.count()
-        self._at: dict[int, CacheEntry] = {}  # all that have a place, by its offset
-        self._retained = retained
+        self._idle: set[CacheEntry] = set()  # complete ones that no request uses
         self._on_place = on_place
         self._leaving: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -168,9 +169,10 @@ class EncoderCache:
         for header in headers:
             entry = self._entries.get(header.rows_key)
             if entry is not None:
-                self._idle.pop(header.rows_key, None)
-            elif place := self._make_room(self._size(header)):
-                entry = self._entries[header.rows_key] = self._at[place.offset] = CacheEntry(header, place)
+                self._idle.discard(entry)
+            elif place := self._ranges.make_room(self._size(header)):
+                entry = self._entries[header.rows_key] = CacheEntry(header, place)
+                self._ranges.own(place, entry)
                 self._on_place(place)
             else:
                 for earlier in taken:
@@ -180,31 +182,6 @@ class EncoderCache:
             taken.append(entry)
         self.counters.hits += sum(entry.filler is not None for entry in taken)
         return taken
-
-    def _make_room(self, size: int) -> Range | None:
-        """A place, for which cached entries are dropped; None, without dropping any, if that cannot suffice."""
-        held = (offset for offset in self._at if self._last_use(offset) is None)
-        return eviction.make_room(self._ranges, size, self._oldest(), self._last_use, held, self._evict)
-
-    def _evict(self, offset: int) -> None:
-        self._drop(self._at[offset])
-
-    def _oldest(self) -> Iterator[int]:
-        """The places of idle entries, the least recently used first, retained ones last."""
-        retained = []
-        for key in self._idle:
-            if self._retained(key):
-                retained.append(key)
-            else:
-                yield self._entries[key].place.offset
-        yield from (self._entries[key].place.offset for key in retained)
-
-    def _last_use(self, offset: int) -> eviction.LastUse | None:
-        entry = self._at[offset]
-        key = entry.header.rows_key
-        if self._entries.get(key) is not entry or key not in self._idle:
-            return None
-        return int(self._retained(key)), self._idle[key]
 
     def _size(self, header: Header) -> int:
         """Bytes that an entry takes, as the arena rounds them up."""
@@ -216,7 +193,8 @@ class EncoderCache:
         if entry.refs:
             return
         if entry.complete and entry.error is None:
-            self._idle[entry.header.rows_key] = next(self._uses)
+            self._idle.add(entry)
+            self._ranges.use(entry.place)
             if not self._may_be_enough(entry):
                 return
         else:
@@ -230,7 +208,7 @@ class EncoderCache:
         with ten thousand entries; an entry with too little room around it changes nothing."""
         if not self._turn.locked() or len(self._idle) == len(self._entries):
             return True
-        return eviction.fits_around(self._ranges, entry.place.offset, self._lacking, self._last_use)
+        return self._ranges.fits_around(entry.place, self._lacking)
 
     def forget(self, entry: CacheEntry) -> None:
         """Makes sure that no new request takes an entry that has failed; its place is freed with the last reference."""
@@ -239,23 +217,18 @@ class EncoderCache:
             self._freed.set()  # waiters may have counted on it
 
     def _drop(self, entry: CacheEntry) -> None:
-        if self._entries.get(entry.header.rows_key) is entry:
-            self._idle.pop(entry.header.rows_key, None)
-            self.forget(entry)
+        self._idle.discard(entry)
+        self.forget(entry)
         if entry.filler is None or entry.filler.done() or entry.complete:
-            self._free(entry.place)
+            self._ranges.free(entry.place)
         else:  # until its filler has ended, a thread may write there
             self._leaving.add(entry.filler)
             entry.filler.add_done_callback(lambda filler: self._left(filler, entry.place))
 
     def _left(self, filler: asyncio.Task[None], place: Range) -> None:
         self._leaving.discard(filler)
-        self._free(place)
-        self._freed.set()
-
-    def _free(self, place: Range) -> None:
-        del self._at[place.offset]
         self._ranges.free(place)
+        self._freed.set()
 
     async def drain(self) -> None:
         """Waits until nobody writes to places that were given up."""
@@ -293,23 +266,22 @@ class EncoderCache:
     def flush(self) -> int:
         """Drops all cached entries that no request uses; the bytes freed."""
         before = self.used_bytes
-        idle = {self._entries[key].place.offset for key in self._idle}
-        for offset in sorted(idle, reverse=True):  # in any other order each would move those behind it in lists
-            self._drop(self._at[offset])
+        # In any other order each would move those behind it in lists.
+        for entry in sorted(self._idle, key=lambda entry: entry.place.offset, reverse=True):
+            self._drop(entry)
         self._freed.set()
         return before - self.used_bytes
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the index and the arena disagree."""
         self._ranges.check_integrity()
-        kept = [self._entries[key] for key in self._idle]
-        assert all(entry.complete and not entry.refs and entry.error is None for entry in kept), "cache is in use"
+        assert all(each.complete and not each.refs and each.error is None for each in self._idle), "cache is in use"
+        assert self._idle <= {*self._entries.values()}, "nobody finds what is kept"
         used = sum(self._size(entry.header) for entry in self._entries.values())
         assert used <= self.used_bytes, "an entry has no place"
-        assert all(self._at[each.place.offset] is each for each in self._entries.values()), "an entry is elsewhere"
-        assert sorted(self._at) == self._ranges.starts, "a place is nobody's, or an entry has none"
-        evictable = {offset for offset in self._at if self._last_use(offset) is not None}
-        assert evictable == {each.place.offset for each in kept}, "a place in use could be given to others"
+        owners = {*self._ranges.owners}
+        assert owners >= {*self._entries.values()}, "an entry is elsewhere"
+        assert sorted(each.place.offset for each in owners) == self._ranges.starts, "a place is nobody's"
 
     def check_idle(self) -> None:
         """The same, and if something is still held."""
@@ -317,7 +289,7 @@ class EncoderCache:
         kept, used = len(self._idle), sum(self._size(entry.header) for entry in self._entries.values())
         assert kept == len(self._entries), "an entry is still referred to"
         assert used == self.used_bytes, "the place of an entry that failed was never given back"
-        assert len(self._at) == kept, "a place is kept for nobody"
+        assert len(self._ranges.starts) == kept, "a place is kept for nobody"
         assert not self._turn.locked(), "someone waits for an idle store"
 
     def close(self) -> None:

@@ -1,0 +1,68 @@
+"""Who makes way in an arena, by the policy that it is given."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.shm.arena import Range
+from common.shm.evicting_ranges import EvictingRanges
+
+CELL = 64
+
+
+class Arena:
+    """Four cells, each with an owner; those of `held` stay, those of `retained` go last."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.retained: set[str] = set()
+        self.spans: dict[str, Range] = {}
+        self.ranges: EvictingRanges[str] = EvictingRanges(
+            4 * CELL,
+            may_go=lambda owner: owner not in self.held,
+            evict=lambda owner: self.ranges.free(self.spans.pop(owner)),
+            is_retained=lambda owner: owner in self.retained,
+        )
+        for owner in "abcd":
+            assert self.put(owner, 1) is not None
+
+    def put(self, owner: str, cells: int) -> Range | None:
+        if (span := self.ranges.make_room(cells * CELL)) is not None:
+            self.spans[owner] = span
+            self.ranges.own(span, owner)
+        self.ranges.check_integrity()
+        return span
+
+
+@pytest.fixture
+def arena() -> Arena:
+    return Arena()
+
+
+def test_the_least_recently_used_goes_first(arena: Arena) -> None:
+    arena.ranges.use(arena.spans["a"])
+    arena.put("e", 1)
+    assert list(arena.ranges.owners) == ["c", "d", "a", "e"]
+
+
+def test_what_is_held_stays_and_what_is_retained_goes_last(arena: Arena) -> None:
+    arena.held, arena.retained = {"a"}, {"b"}
+    arena.put("e", 1)
+    assert set(arena.spans) == {"a", "b", "d", "e"}
+    arena.put("f", 3)
+    assert set(arena.spans) == {"a", "f"}
+
+
+def test_nobody_goes_where_that_is_not_enough(arena: Arena) -> None:
+    arena.held = {"b"}
+    assert arena.put("e", 3) is None
+    assert set(arena.spans) == set("abcd")
+
+
+def test_a_range_without_an_owner_stays_until_it_is_freed(arena: Arena) -> None:
+    span = arena.spans["c"]
+    arena.ranges.disown(span)
+    assert arena.ranges.owner(span.offset) is None
+    assert arena.put("e", 3) is None
+    arena.ranges.free(span)
+    assert arena.put("e", 3) is not None
