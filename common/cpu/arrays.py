@@ -17,10 +17,10 @@ _LARGE_PAGE = 1 << 21
 
 
 def lined(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
-    """An array, not filled, that begins with a line, and from the size of a large page on with such a page, where Linux
-    has any: few rows' products take a third less time where a processor need not look up every 4 KiB.
+    """An uninitialised array that begins at a cache line, or, if it is as large as a huge page, at one of these, where
+    Linux has any: few rows' products take a third less time if the processor need not look up every 4 KiB.
 
-    Memory that the heap has had before lies in small pages for good, so large arrays do not come from there.
+    Memory that the heap has used before stays in small pages, so large arrays are not taken from there.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     boundary, room = _LINE, np.empty(0, np.uint8)

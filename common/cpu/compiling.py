@@ -1,4 +1,4 @@
-"""Compiling kernels in processes beside the one that computes, which has torch compute meanwhile."""
+"""Compiles kernels in processes beside the one that computes, in which torch computes meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = log.get("kernels")
 _MOST = 4
 """Processes: with more, each would wait for the longest of a few dear kernels."""
 _TOLD = 500
-"""Characters of what a compiler says that go to the log."""
+"""Characters of a compiler's output that are logged."""
 
 
 class Readiness(enum.IntEnum):
@@ -29,10 +29,10 @@ class Readiness(enum.IntEnum):
 
 
 class Compilation:
-    """Compiles kernels of these names in another process, or in several where there are cores for them, and loads them
-    into this one when they are through.
+    """Compiles kernels of these names in another process, or in several if there are enough cores, and loads them into
+    this one when all are done.
 
-    They are started by the calling thread, with which they end.
+    The processes end with the thread that starts them.
     """
 
     def __init__(self, names: Sequence[str], count: int | None = None) -> None:
@@ -82,7 +82,7 @@ def _processes_for(kernels: int, cores: int) -> int:
 
 
 def not_kept(names: Sequence[str]) -> list[str]:
-    """Loads kernels into this process; which of them are not on disk."""
+    """Loads kernels into this process and returns the names of those that are not on disk."""
     from common.cpu.jit import find  # numba takes its time
 
     return [name for name in names if not find(name).load()]

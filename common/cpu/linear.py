@@ -1,4 +1,4 @@
-"""A linear layer whose weight, on a CPU, is laid out as oneDNN wants it once it is loaded. Elsewhere it is an ordinary
+"""A linear layer whose weight is laid out for oneDNN once it is loaded, if it is on a CPU. Elsewhere it is an ordinary
 one."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional
 _HINT = 8
 """The number of rows that oneDNN chooses the layout for; other numbers are computed right as well."""
 _PADDED = 4
-"""Fewer than three rows are computed by oneDNN as this many, which is faster."""
+"""Fewer than three rows are padded to this many for oneDNN, which is faster."""
 _NONE = ("none", "")
 
 
@@ -41,7 +41,7 @@ class BlockedWeight:
 
     @classmethod
     def of(cls, weight: Tensor) -> BlockedWeight | None:
-        """Lays out a weight that is final; None where oneDNN does not take it."""
+        """Lays out a final weight. None if oneDNN does not take it."""
         if weight.device.type != "cpu" or not weight.numel() or not _available(weight.dtype):
             return None
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight, _HINT))
@@ -79,17 +79,17 @@ class Linear(nn.Module):
         self.laid_out: LaidOut | None = None
 
     def finalize(self) -> None:
-        """Lays the weight out for speed, and lets go of the plain one, which another module may still have. What is
-        finalized stays as it is."""
+        """Lays the weight out for speed and releases the plain one, which another module may still hold. Does nothing
+        the second time."""
         if self.laid_out is None:
             self._replace_weight(BlockedWeight.of(self.weight.detach()))
 
     def plain(self) -> Tensor:
-        """The weight [outputs, inputs] where it is as it was loaded, or as `finalize` left it."""
+        """The weight [outputs, inputs], as loaded or as `finalize` laid it out."""
         return self.laid_out.plain() if isinstance(self.laid_out, BlockedWeight) else self.weight.detach()
 
     def replace(self, laid_out: LaidOut) -> None:
-        """Has it computed from another form of its weight from now on, and lets go of the one that it had."""
+        """Computes with another layout of the weight from now on, and releases the one before."""
         self._replace_weight(laid_out)
 
     def _replace_weight(self, laid_out: LaidOut | None) -> None:
@@ -114,13 +114,13 @@ def finalize_linears(module: nn.Module) -> None:
 
 
 def _through(activation: nn.Module | None, x: Tensor) -> Tensor:
-    """x after an activation, if there is one."""
+    """x after the activation, if there is one."""
     activated: Tensor = x if activation is None else activation(x)
     return activated
 
 
 def _fused(activation: nn.Module | None) -> tuple[str, str] | None:
-    """oneDNN's name for an activation that it applies in the same pass, and its variant; None where it has none."""
+    """oneDNN's name and variant of an activation that it can fuse; None if it cannot."""
     if activation is None:
         return _NONE
     if isinstance(activation, nn.GELU):

@@ -1,6 +1,6 @@
-"""Attention inside segments in bfloat16, compiled by numba for processors with AVX512-BF16. Keys lie in panels of pairs
-of numbers, values in panels of pairs of keys, as VDPBF16PS multiplies them; scores, the running softmax
-(https://arxiv.org/abs/2205.14135) and sums are float32. A query's sums do not depend on those beside it."""
+"""Attention within segments in bfloat16, compiled by numba for processors with AVX512-BF16. Keys lie in panels of pairs
+of numbers, values in panels of pairs of keys, as VDPBF16PS multiplies them. Scores, the online softmax
+(https://arxiv.org/abs/2205.14135) and sums are float32. A query's sums do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _VECTORS = WIDTH // LANES
 _ROWS = 6
 """Queries whose scores with a panel are kept in registers."""
 TILE = 24
-"""Queries that go over the keys together: a multiple of all numbers of rows whose sums are kept in registers."""
+"""Queries that go over the keys together: a common multiple of the row counts whose sums fit into registers."""
 STRETCH = 4 * WIDTH
-"""Keys whose scores are known before they are weighed."""
+"""Keys whose scores are computed before they are weighted."""
 _WIDEST = 5
 """Vectors of a value that are summed up together."""
 _PAIRS = np.empty(0, np.uint64)
@@ -40,15 +40,14 @@ _PAIRS = np.empty(0, np.uint64)
 
 @inner
 def fill_row(row: Any, words: Any) -> None:
-    """Fills a row of uint32, of a multiple of 16, with so many words, which lie together and are fewer or as many;
-    behind them are zeros."""
+    """Copies contiguous uint32 words into a row whose length is a multiple of 16, and fills the rest with zeros."""
     fill(row.ctypes.data, words.ctypes.data, len(words), len(row))
 
 
 @inner
 def pack_panel(panel: Any, lanes: Any, keys: Any, values: Any) -> None:
-    """Fills uint32 panel [padded, 64] with keys [64, padded], and lanes [parts, 32, width] with values [64, padded]:
-    the same number of two neighbouring keys side by side. Behind the last key, and the last number, all are zeros;
+    """Fills uint32 panel [padded, 64] with keys [64, padded], and lanes [parts, 32, width] with values [64, padded], in
+    which numbers of two adjacent keys lie side by side. Padding behind the last key and the last number is zero;
     `padded` is a multiple of 16 (see `room`)."""
     padded = panel.shape[0]
     for word in range(0, padded, LANES):
@@ -83,13 +82,13 @@ def _pack_one(
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, size: Any, segments: Any, begins: Any) -> None:
     """Fills uint32 panels [heads, p, padded, 64] and lanes [heads, p, parts, 32, width] with keys and values [n, heads,
-    size], which are as `_Place` has them; the others are as in `_attend`."""
+    size], given as `_Place`; the others are as in `_attend`."""
     parallel_for(_pack_one, (panels, lanes, keys, values, size, segments, begins), panels.shape[0] * len(begins))
 
 
 @inner
 def _add_values(sums: Any, weights: Any, lanes: Any, rows: Any) -> None:
-    """sums [24, parts · width] += bfloat16 weights [24, 32 words] · lanes [parts, 32, width], of so many rows."""
+    """sums [24, parts · width] += bfloat16 weights [24, 32 words] · lanes [parts, 32, width], for `rows` rows."""
     parts, pairs, width = lanes.shape
     for part in range(parts):
         out, panel = sums.ctypes.data + part * width * FLOAT, lanes.ctypes.data + part * pairs * width * FLOAT
@@ -115,12 +114,12 @@ def _add_values(sums: Any, weights: Any, lanes: Any, rows: Any) -> None:
 def attend_tile(
     sums: Any, total: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any
 ) -> None:
-    """Adds to float32 sums [24, parts · width] and total [24], both zero, the weighed values of uint32 query [n,
-    words], n ≤ 24, of one head, and their weights. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which falls
-    from query to query; they are in panels [p, padded, 64], their values in lanes [p, parts, 32, width]. `scale`
-    includes log2 e, and so does `softcap`, below which scores are drawn, 0: they are not.
+    """Adds to float32 sums [24, parts · width] and total [24], both zero, the weighted values of uint32 query [n,
+    words], n ≤ 24, of one head, and their weights. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which
+    decreases from query to query; the keys are in panels [p, padded, 64], their values in lanes [p, parts, 32, width].
+    `scale` includes log2 e, and so does `softcap`, which bounds scores; 0: none.
 
-    All scores of a stretch of keys are known before they are weighed. A query may see none of the first stretches.
+    All scores of a stretch of keys are computed before they are weighted. A query may see none of the first stretches.
     """
     rows, words = query.shape
     numbers, shorts = np.zeros((TILE, words), np.uint32), np.empty((TILE, STRETCH // 2), np.uint32)
@@ -166,8 +165,8 @@ def attend_tile(
 
 @inner
 def _attend_segment(out: Any, place: Any, apart: Any, panels: Any, lanes: Any, known: Any, scale: Any) -> None:
-    """uint32 out and queries [n, words] of one head, these from an address on, so many bytes from one to the next. They
-    see all of the first `known` keys; the others as in `attend_tile`."""
+    """uint32 out and queries [n, words] of one head; the queries begin at an address, with `apart` bytes from one to
+    the next. All of them see the first `known` keys; the others as in `attend_tile`."""
     rows, words = out.shape
     padded = (words + LANES - 1) // LANES * LANES
     query = np.empty((rows, padded), np.uint32)
@@ -207,9 +206,9 @@ def _attend_one(
 
 
 def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:
-    """out and query [n, heads, words] of two bfloat16 each, the latter as `_Place` has it; `group` heads of them share
-    one of keys. segments int64 [s, 3]: where they begin and end, and the first panel of each; begins and tiles int64
-    [p, 2] and [t, 2]: a panel's, or a tile's, segment and first place. `scale` includes log2 e."""
+    """out and query [n, heads, words] of two bfloat16 each, the query given as `_Place`; `group` heads share one KV
+    head. segments int64 [s, 3]: the begin, end and first panel of each; begins int64 [p, 2] and tiles int64 [t, 2]: the
+    segment and first place of each panel or tile. `scale` includes log2 e."""
     given = out, query, panels, lanes, segments, tiles, group, scale
     parallel_for(_attend_one, given, out.shape[1] * len(tiles))
 
@@ -232,8 +231,8 @@ KERNELS = tuple(f"{__name__}:{name}" for name in TYPED)
 
 
 def room(heads: int, count: int, dim: int) -> tuple[Array, Array]:
-    """Panels uint32 [heads, count, padded, 64] and lanes [heads, count, parts, 32, width], for an even dim, whose words
-    are padded to a multiple of 16, so that they can be filled by whole vectors."""
+    """Panels uint32 [heads, count, padded, 64] and lanes [heads, count, parts, 32, width] for an even dim; words are
+    padded to a multiple of 16, so that whole vectors can be written."""
     vectors = -(-dim // LANES)
     parts = -(-vectors // _WIDEST)
     width = max(2, -(-vectors // parts)) * LANES
@@ -245,7 +244,7 @@ def room(heads: int, count: int, dim: int) -> tuple[Array, Array]:
 
 
 class PairAttention:
-    """Full attention inside segments of so many neighbours each, in all layers of a pass."""
+    """Full attention within segments of the given lengths, the same in all layers of a pass."""
 
     _tile: ClassVar[int] = TILE
     _kernel: ClassVar[Any] = staticmethod(_attend_kernel)
@@ -269,8 +268,8 @@ class PairAttention:
         return room(heads, count, dim)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v and the result bfloat16 [n, heads, head_dim], of an even head_dim whose numbers lie together; there
-        may be fewer heads of k and v, each shared by as many of q."""
+        """q, k, v and the result are bfloat16 [n, heads, head_dim], with an even head_dim and contiguous heads; k and v
+        may have fewer heads, each shared by the same number of q's."""
         heads, dim = k.shape[1:]
         query, keys, values = (_place_of(words(each)) for each in (q, k, v))
         if self._room is None:
@@ -284,7 +283,7 @@ class PairAttention:
 
 
 def _place_of(x: Array) -> _Place:
-    """Of an array [n, heads, words] whose words lie together."""
+    """The place of an array [n, heads, w] with contiguous words."""
     return x.ctypes.data, x.strides[0], x.strides[1]
 
 

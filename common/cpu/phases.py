@@ -1,6 +1,7 @@
-"""How the threads of one kernel divide what it does: in phases of tasks, each of which any thread may take.
+"""How the threads of one kernel share its work: in phases of tasks, each of which any thread may take.
 
-Threads begin once. Each takes tasks of its own share, then of the others'; a phase ends when all of its tasks are done.
+Threads start once. Each takes the tasks of its own share, then those of others; a phase ends when all its tasks are
+done.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from common.cpu.vectors.claims import count_up, counted, let_others_run, pause
 from common.cpu.vectors.llvm import LINE
 
 _APART = LINE // 8
-"""Numbers from one count to the next: each has a line of its own, which those who count elsewhere do not take away."""
+"""int64s from one counter to the next: each is in a cache line of its own, against false sharing."""
 _PATIENCE = 200
-"""Looks after which a thread that waits lets others run between two: some ten microseconds."""
+"""A waiting thread yields its core after so many polls, about ten microseconds."""
 
 
 @inner
@@ -28,11 +29,12 @@ def counts_of(phases: Any, threads: Any) -> Any:
 
 @inner
 def take(counts: Any, phase: Any, thread: Any, tasks: Any) -> Any:
-    """A task of 0 to `tasks` that nobody else is given, or -1 where there is none left. Who takes one calls `done`,
-    if anybody waits for the phase.
+    """A task from 0 to `tasks` − 1 that no other thread gets, or −1 if none is left. If anybody waits for the phase,
+    whoever takes a task calls `done`.
 
-    First come those of the thread's own share, which lie side by side in memory. Nobody waits for a thread that has
-    not taken anything, so a kernel ends whichever of its threads are run, and in whatever order."""
+    First come the tasks of the thread's own share, which are adjacent in memory. Nobody waits for a thread that has
+    taken nothing, so a kernel ends whichever of its threads run, and in whatever order.
+    """
     threads = counts.shape[1] - 1
     for more in range(threads):
         share = (thread + more) % threads
@@ -53,7 +55,7 @@ def first_of(share: Any, threads: Any, tasks: Any) -> Any:
 
 @inner
 def done(counts: Any, phase: Any) -> Any:
-    """A task that was taken is done: what it wrote can be read by whoever has waited for the phase."""
+    """Marks a task as done; what it wrote is visible to whoever has waited for the phase."""
     count_up(counts[phase, counts.shape[1] - 1].ctypes.data)
 
 

@@ -1,6 +1,6 @@
-"""What a vision transformer does to its rows between two products, in bfloat16, compiled by numba for processors with
-AVX512-BF16, one kernel each. Arithmetic is float32; what leaves a kernel is rounded, as by torch. A row's numbers do
-not depend on those beside it."""
+"""Row-wise operations of a vision transformer between two products, in bfloat16, compiled by numba for processors with
+AVX512-BF16, one kernel each. Arithmetic is float32; results are rounded as torch rounds them. A row's result does not
+depend on the batch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _turn(x: Any, cosine: Any, sine: Any) -> None:
 
 
 def _norm(total: Any, out: Any, x: Any, more: Any, weight: Any, bias: Any, eps: Any) -> None:
-    """int16 total, out, x and more [n, width], weight and bias [width]. Of x alone where more is [0, width], and then
-    total is x; without a bias, [0], rows are divided by the root of their mean square."""
+    """int16 total, out, x and more [n, width], weight and bias [width]. If more is [0, width], x alone is normed and
+    total is x. With a bias this is a layer norm; without one ([0]), an RMS norm."""
     for row in numba.prange(x.shape[0]):
         here, to = total[row].ctypes.data, out[row].ctypes.data
         if len(more):
@@ -90,8 +90,8 @@ def add_and_norm(x: Tensor, more: Tensor, weight: Tensor, bias: Tensor | None, e
 
 
 def gelu(x: Tensor, slope: float = GELU_SLOPE, bend: float = GELU_BEND) -> Tensor:
-    """x · logistic(slope · (x + bend · x³)) of bfloat16 x [n, width], which lies together, in place; gives it back. By
-    default this is gelu by its hyperbolic tangent."""
+    """x · logistic(slope · (x + bend · x³)) of contiguous bfloat16 x [n, width], in place; returns x. By default this
+    is gelu's tanh approximation."""
     _gelu_kernel(_shorts(x), np.float32(slope), np.float32(bend))
     return x
 

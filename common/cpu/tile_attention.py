@@ -1,5 +1,5 @@
-"""Attention inside segments in bfloat16, compiled by numba for processors with tiles (AMX): the arithmetic and the
-panels of `common.cpu.pair_attention`, 32 queries at a time. A query's sums do not depend on those beside it."""
+"""Attention within segments in bfloat16, compiled by numba for processors with tiles (AMX), with the arithmetic and the
+panels of `common.cpu.pair_attention`, 32 queries at a time. A query's sums do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _ROW = WIDTH * FLOAT
 
 @inner
 def workspace(panels: Any, lanes: Any) -> Any:
-    """Room for one tile of queries, float32: their sums, the states of both blocks, scores, and words, of which those
-    behind a query's last one are 0."""
+    """Memory for one tile of queries, float32: their sums, the softmax states of both blocks, scores, and words, which
+    are 0 behind a query's last one."""
     width = (lanes.shape[-1] + 2 * LANES - 1) // (2 * LANES) * 2 * LANES
     sums, states = zeros_lined_up(TILE, width), zeros_lined_up(2, STATE)
     return sums, states, zeros_lined_up(TILE, WIDTH), zeros_lined_up(TILE, panels.shape[-2])
@@ -38,10 +38,10 @@ def workspace(panels: Any, lanes: Any) -> Any:
 
 @inner
 def attend_rows(room: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any) -> None:
-    """The sums of `workspace` are filled with the weighed values of the n ≤ 32 queries of one head whose words are
-    there. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which falls from query to query; they are
-    in panels [p, padded, 64], their values in lanes [p, 32, width]. `scale` includes log2 e, and so does `softcap`,
-    below which scores are drawn, 0: they are not.
+    """Fills the sums of `workspace` with the weighted values of the n ≤ 32 queries of one head whose words are there.
+    Query i sees keys [seen[i, 0], seen[i, 1]), neither of which decreases from query to query; the keys are in panels
+    [p, padded, 64], their values in lanes [p, 32, width]. `scale` includes log2 e, and so does `softcap`, which bounds
+    scores; 0: none.
 
     A query may see none of the first panels.
     """
@@ -62,7 +62,8 @@ def attend_rows(room: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softc
         if seen[rows - 1, 0] > start or seen[0, 1] < start + WIDTH:
             for row in range(rows):
                 hide_others(scores[row].ctypes.data, 1, seen[row, 0] - start, seen[row, 1] - start)
-        # What is multiplied next is fetched while powers are computed: values, and the keys of the next panel.
+        # The operands of the next product are prefetched while powers are computed: values, and the keys of the next
+        # panel.
         following = panels[min(panel + 1, end - 1)].ctypes.data
         for block in range(blocks):
             here, state = scores[block * BLOCK :].ctypes.data, states[block].ctypes.data
@@ -91,8 +92,8 @@ def _score(scores: Any, numbers: Any, keys: Any, blocks: Any) -> None:
 
 @inner
 def _add_values(sums: Any, weights: Any, values: Any, width: Any, blocks: Any, more: Any) -> None:
-    """sums [32, 16 · width or more] = weights, words in the first half of [32, 64], · values [32, 16 · width] of a
-    panel; they are added to what is there if there was `more`."""
+    """sums [32, 16 · width or more] = weights (words in the first half of [32, 64]) · values [32, 16 · width] of a
+    panel, added to the previous sums if `more`."""
     step, size = sums.strides[0], width * LINE
     for part in range(0, width, 2):
         places = (
@@ -119,7 +120,7 @@ def _add_values(sums: Any, weights: Any, values: Any, width: Any, blocks: Any, m
 def _attend_some(
     chunk: Any, out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any
 ) -> None:
-    """So many tasks `TOGETHER` of `_attend`: a tile of queries of a head each."""
+    """`TOGETHER` tasks of `_attend`, each a tile of queries of a head."""
     room, seen, count = workspace(panels, lanes), np.zeros((TILE, 2), np.int64), len(tiles)
     sums, _, _, numbers = room
     place_of_first, apart, heads_apart = query

@@ -1,5 +1,5 @@
-"""A product of bfloat16 numbers with a weight in panels of pairs (`common.cpu.weight_panels`) by tiles, summed in
-float32, compiled by numba for processors with AMX. A row's sums are taken in one order, whatever rows are beside it:
+"""Products of bfloat16 rows with a weight in panels of pairs (`common.cpu.weight_panels`) by tiles, summed in float32,
+compiled by numba for processors with AMX. The order of a row's sums does not depend on the batch:
 docs/design/cpu-kernels.md."""
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of a panel, so that the stretch that comes next has
 room in the first-level cache as well."""
 _AHEAD = 32
-"""Pairs between the weights that few rows are multiplied with and those that are asked for meanwhile."""
+"""How many pairs ahead weights are prefetched for few rows."""
 _LEAST_LINES = 8
-"""That are asked for with 16 pairs, while there are any."""
+"""Cache lines to prefetch with each 16 pairs, as long as there are any."""
 MOST = 32 * BLOCK
 """Rows of a task at most: a stretch of them and their sums with `TOGETHER` panels are five eighths of a MiB, in a
 second-level cache."""
 TOGETHER = 4
-"""Panels of a task whose rows do not stay there as a whole: each stretch of these is brought for all of them."""
+"""Panels of a task whose rows do not fit into the cache: each stretch of rows is read once for all of them."""
 KEPT = 1 << 19
 """Bytes of rows that do."""
 AT_ONCE = 4 * MOST
-"""Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
+"""Rows that are computed in one pass; they are packed first, which takes memory."""
 _ASKED = 512
 """Lines of the weights of its next phase that a thread asks for before it waits for the others."""
 
@@ -64,8 +64,8 @@ def packed_rows(rows: Any, steps: Any) -> Any:
 
 @inner
 def pack_pairs(packed: Any, row: Any, x: Any, source: Any) -> None:
-    """Fills a row of uint32 packed [m, words] with one of x [n, k], bits of float32: numbers in pairs, rounded to the
-    nearest bfloat16, of two the even one; what is not a number stays none. The rest is zeros."""
+    """Fills a row of uint32 packed [m, words] with one of x [n, k], bits of float32, rounded to the nearest bfloat16,
+    halves to even, in pairs. NaN stays NaN. The rest is zeros."""
     inputs = x.shape[1]
     whole = inputs // (2 * LANES)
     if whole:
@@ -80,7 +80,7 @@ def pack_pairs(packed: Any, row: Any, x: Any, source: Any) -> None:
 
 
 class TileSums(NamedTuple):
-    """What adds up products by tiles: see `summing`."""
+    """Routines that sum products by tiles: see `summing`."""
 
     add_blocks: Any
     sum_few: Any
@@ -93,9 +93,9 @@ def summing(multiply: Any, add: Any) -> TileSums:
 
     @inner
     def add_blocks(fresh: Any, rows: Any, places: Any, count: Any, most: Any) -> None:
-        """Products of whole blocks of rows with a stretch of a panel, `places` as `add_tiles` has them: of two blocks
-        at a time with half of the outputs, then with the others. Sums begin at 0 where they are `fresh`. The first
-        blocks ask for what comes next, so many lines at most for each 16 pairs of this."""
+        """Products of whole blocks of rows with a stretch of a panel: two blocks at a time with half of the outputs,
+        then with the other half; `places` as in `add_tiles`. Sums start at 0 if `fresh`. The first blocks prefetch what
+        comes next, with each 16 pairs at most the given number of lines."""
         out, out_step, x, x_step, weights, size, coming = places
         turns = (rows + BLOCK) // (2 * BLOCK)
         share, end = max(_LEAST_LINES, most // (2 * turns)), coming + count * most * LINE
@@ -119,8 +119,8 @@ def summing(multiply: Any, add: Any) -> TileSums:
 
     @inner
     def sum_few(room: Any, packed: Any, panels: Any, panel: Any, rows: Any) -> None:
-        """The sums of one panel, float32 [rows, 64] from the first line of `room` on, of one block of rows at most,
-        which `packed` begins with: they stay in tiles."""
+        """The sums of one panel, float32 [rows, 64] from the first line of `room` on, with at most one block of rows,
+        the first of `packed`: they stay in tiles."""
         pairs = panels.shape[1]
         sums = room.ctypes.data + first_line(room) * FLOAT
         weights = panels.ctypes.data + panel * pairs * ROW
@@ -131,9 +131,10 @@ def summing(multiply: Any, add: Any) -> TileSums:
 
     @inner
     def sum_many(room: Any, packed: Any, panels: Any, chosen: Any, begin: Any, rows: Any) -> None:
-        """The sums of some panels, one behind the other, float32 [padded rows, 64] each, from the first line of `room`
-        on, of the rows [begin : begin + rows] of `packed`. `chosen` are (first, how many, apart): the second half of an
-        even number of panels begins so many behind the first half, unless that is 0, and they lie side by side."""
+        """The sums of some panels, one after the other, float32 [padded rows, 64] each, from the first line of `room`
+        on, with rows [begin : begin + rows] of `packed`. `chosen` are (first, count, apart): if `apart` is 0, the
+        panels are adjacent; otherwise the second half of an even number of panels begins `apart` panels behind the
+        first half."""
         first, count, apart = chosen
         pairs, step, half = panels.shape[1], packed.shape[1] * FLOAT, count // 2 if apart else count
         size = padded(rows)
@@ -161,7 +162,7 @@ add_blocks, sum_few, sum_many = summing(multiply_tiles, add_tiles)
 
 @inner
 def room_for(rows: Any, panels: Any) -> Any:
-    """Room for the sums of so many rows with so many panels."""
+    """Memory for the sums of `rows` rows with `panels` panels."""
     return np.empty(padded(rows) * panels * WIDTH + LANES, np.float32)
 
 
@@ -190,7 +191,7 @@ def ask_share(counts: Any, thread: Any, panels: Any) -> None:
 
 @inner
 def count_tasks(rows: Any, panels: Any, size: Any) -> Any:
-    """How many there are of so many rows and panels, `size` of each."""
+    """The number of tasks for `rows` rows and `panels` panels, with `size` of each per task."""
     most, together = size
     return (rows + most - 1) // most * ((panels + together - 1) // together)
 
@@ -206,7 +207,7 @@ def task_at(index: Any, rows: Any, panels: Any, size: Any) -> Any:
 
 @inner
 def _work(thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, bias: Any, size: Any) -> None:
-    """What a thread does of `_product`."""
+    """One thread's part of `_product`."""
     rows = x.shape[0]
     ask_share(counts, thread, panels)
     row = take(counts, 0, thread, rows)
@@ -224,8 +225,8 @@ def _work(thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, 
 
 
 def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any, threads: Any) -> None:
-    """float32 out [m, outputs], x [m, k] as bits, panels as of `panels_of_pairs`, bias [outputs] or [0]. A task has
-    `most` rows of the outputs of so many panels `together`."""
+    """float32 out [m, outputs], x [m, k] as bits, panels as `panels_of_pairs` lays them out, bias [outputs] or [0]. A
+    task has `most` rows of the outputs of `together` panels."""
     counts, packed = counts_of(2, threads), packed_rows(x.shape[0], panels.shape[1] // BLOCK)
     parallel_for(_work, (counts, out, packed, x, panels, bias, (most, together)), threads)
 
@@ -241,7 +242,7 @@ _NONE = np.empty(0, np.float32)
 def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: int) -> Array:
     """x float32 [m, inputs] → x · panels + bias, float32 [m, outputs].
 
-    Raises ValueError where x has another shape or type.
+    Raises ValueError where x has another shape or dtype.
     """
     if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")
@@ -257,7 +258,7 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
 
 
 def task_size(rows: int, most: int, panels: int, together: int, threads: int) -> tuple[int, int]:
-    """Rows of a task, in whole blocks, and its panels: not more than these, and so that each thread has two tasks or
-    more, where it can."""
+    """Rows of a task, in whole blocks, and its panels: at most `most` and `together`, and few enough for each thread to
+    have two tasks or more, where possible."""
     parts = -(-rows // most)
     return -(-rows // (parts * BLOCK)) * BLOCK, max(1, min(together, parts * panels // (2 * threads)))

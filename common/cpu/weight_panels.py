@@ -1,4 +1,4 @@
-"""Panels of weights, as kernels multiply rows with them: 64 outputs whose weights for one input lie side by side."""
+"""Panels of weights, in the layout that kernels multiply: 64 outputs, whose weights for one input are adjacent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from common.cpu.vectors.pairs import copy
 from common.cpu.vectors.products import write_sums
 
 WIDTH = 64
-"""Outputs of a panel, whose weights for one input lie side by side."""
+"""Outputs of a panel, whose weights for one input are adjacent."""
 VECTORS = WIDTH // LANES
 _AT_ONCE = 64
-"""Panels that are laid out, or multiplied with by torch, at a time, so that this takes little memory beside them."""
+"""Panels that are laid out, or multiplied by torch, at a time, so that this takes little memory beside them."""
 
 
 _ONES, _ZEROS = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)

@@ -1,4 +1,4 @@
-"""Counts in memory that threads share, and what a thread does that waits for others."""
+"""Atomic counters in memory that threads share, and what a waiting thread does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ALIGNED = 8
 
 
 def _count_up(_: Any, _place: Any) -> Any:
-    """Adds 1 to the int64 at an address, and gives what it was. What this thread wrote before can be read by whoever
-    finds the new number there."""
+    """Adds 1 to the int64 at an address and returns what it was. Whoever reads the new value also sees what this thread
+    wrote before."""
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         return builder.atomic_rmw("add", pointer(builder, given[0], WORD), WORD(1), "acq_rel")
@@ -44,7 +44,7 @@ def _pause(_: Any) -> Any:
 
 
 def _let_others_run(_: Any) -> Any:
-    """Leaves the core to whatever else is to run on it, if anything is."""
+    """Yields the core to other threads that are ready to run."""
 
     def generate(context: Any, builder: Any, _signature: Any, _given: Any) -> Value:
         builder.call(declared(builder, "sched_yield", FLAG, []), [])
@@ -54,7 +54,7 @@ def _let_others_run(_: Any) -> Any:
 
 
 def _ask_lines(_: Any, _place: Any, _lines: Any) -> Any:
-    """Has so many lines from an address on fetched."""
+    """Prefetches cache lines from an address on."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         place, lines = given

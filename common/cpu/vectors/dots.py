@@ -1,5 +1,5 @@
-"""Products of some numbers of a row with those that several rows of weights have for them, by lanes: what is summed
-over inputs that lie side by side, where `products` sums over inputs that lie one below the other."""
+"""Dot products of a row with several rows of weights, lane by lane, for inputs that are adjacent in memory; `products`
+sums over inputs that are rows of a panel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from common.cpu.vectors.stored import stored_bytes, widened_line
 
 def _add_dots(_: Any, vectors: Any, stored: Any, _places: Any, _count: Any) -> Any:
     """For each of `count` rows of weights: sums[row, 0:16] += Σ x[part] · weights[row, part] over `vectors` parts of 16
-    numbers, lane by lane. `vectors` is a literal; `stored` an array of the type that the weights are stored in.
-    `places` are the addresses of float32 sums and x, and of the weights, whose rows lie one behind the other."""
+    numbers, lane by lane. `vectors` is a literal; `stored` is an array of the weights' dtype. `places` are the
+    addresses of float32 sums and x, and of the weights, whose rows are adjacent."""
     if not isinstance(vectors, types.IntegerLiteral):
         return None
     signature = types.void(vectors, stored, types.UniTuple(types.intp, 3), types.intp)

@@ -1,4 +1,4 @@
-"""Attention's products with keys and values in bfloat16, which are read as a cache has them."""
+"""Attention's products with bfloat16 keys and values, read in the layout of the cache."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ _TOGETHER = 8
 
 
 def _score_keys(_: Any, rows: Any, _places: Any, _last: Any, _words: Any) -> Any:
-    """Products of `rows` queries, a literal, with eight keys in bfloat16, that is of these with each of `_TOGETHER`
-    places from an address on, of which those behind place `last` stand for it.
+    """Products of `rows` queries, a literal, with eight bfloat16 keys at each of `_TOGETHER` positions from an address
+    on; positions behind `last` repeat it.
 
     `places` are (address of scores, bytes from one query's to the next's, address of queries, bytes from one to the
-    next, address of keys, bytes from one to the next, address of the keys that come next). A key has so many `words` of
-    two numbers; a query is float32, for each 16 words the 16 first numbers and then the 16 second ones, with zeros
-    behind the last.
+    next, address of keys, bytes from one to the next, address of the next keys). A key has `words` words of two
+    numbers; a query is float32, for each 16 words the 16 first numbers, then the 16 second ones, padded with zeros.
     """
     if not isinstance(rows, types.IntegerLiteral):
         return None
@@ -87,11 +86,11 @@ def _score_keys(_: Any, rows: Any, _places: Any, _last: Any, _words: Any) -> Any
 
 
 def _add_values(_: Any, rows: Any, _places: Any, _last: Any, _words: Any) -> Any:
-    """The sums of `rows` queries, a literal, grow by eight values in bfloat16, each times its weight; values are found
-    as keys are by `score_keys`, and those behind place `last` have to weigh 0.
+    """Adds eight bfloat16 values, each times its weight, to the sums of `rows` queries, a literal. Values are addressed
+    as keys are by `score_keys`; those behind position `last` must have weight 0.
 
-    `places` are (address of weights, bytes from one query's to the next's, address of sums, bytes from one to the
-    next, address of values, bytes from one to the next, address of the values that come next). Sums lie as queries do.
+    `places` are (address of weights, bytes from one query's to the next's, address of sums, bytes from one to the next,
+    address of values, bytes from one to the next, address of the next values). Sums have the layout of queries.
     """
     if not isinstance(rows, types.IntegerLiteral):
         return None
@@ -140,7 +139,7 @@ def _clamped_place(builder: Any, base: Value, place: int, last: Value, step: Val
 
 @contextmanager
 def _over_words(builder: Any, words: Value) -> Iterator[tuple[Value, Value]]:
-    """A loop over vectors of 16 words, the last of which may have fewer: its index, and a mask of its words."""
+    """A loop over vectors of 16 words, the last of which may be partial: its index, and a mask of its words."""
     lanes = ir.Constant(WHOLE, list(range(LANES)))
     vectors = builder.sdiv(plus(builder, words, LANES - 1), WORD(LANES))
     with cgutils.for_range(builder, vectors) as loop:
@@ -149,7 +148,7 @@ def _over_words(builder: Any, words: Value) -> Iterator[tuple[Value, Value]]:
 
 
 def _load_words(builder: Any, address: Value, mask: Value) -> Value:
-    """16 words, of which those outside of the mask are zeros, and not read."""
+    """Loads 16 words; those outside of the mask are zero and are not read."""
     kinds = [WHOLE.as_pointer(), FLAG, ir.VectorType(ir.IntType(1), LANES), WHOLE]
     load = declared(builder, "llvm.masked.load.v16i32.p0", WHOLE, kinds)
     return builder.call(load, [pointer(builder, address, WHOLE), FLAG(2), mask, flags(0)])

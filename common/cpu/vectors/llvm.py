@@ -1,4 +1,4 @@
-"""What the loops of this package are written with: types, addresses, loads and stores, sums and products."""
+"""Building blocks of the loops in this package: types, addresses, loads and stores, sums and products."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def places(numbers: Sequence[int]) -> Value:
 
 
 def at(builder: Any, base: Value, index: Value, step: Value, more: int = 0) -> Value:
-    """The address of number `index` from a base on, each so many bytes (`step`) from the next, and `more` bytes."""
+    """The address of number `index` from a base on, `step` bytes each, plus `more` bytes."""
     return plus(builder, builder.add(base, builder.mul(index, step)), more)
 
 
@@ -60,7 +60,7 @@ def pointer(builder: Any, address: Value, kind: Any) -> Value:
 
 
 def plus(builder: Any, base: Value, more: int) -> Value:
-    """So many bytes on."""
+    """An address `more` bytes on."""
     return builder.add(base, WORD(more))
 
 
@@ -71,14 +71,14 @@ def ask(builder: Any, address: Value) -> None:
 
 
 def load(builder: Any, address: Value, kind: Any, *, size: int = FLOAT) -> Value:
-    """A value whose numbers have so many bytes."""
+    """Loads a value whose numbers have `size` bytes each."""
     value = builder.load(pointer(builder, address, kind))
     value.align = size
     return value
 
 
 def store(builder: Any, value: Value, address: Value) -> None:
-    """Writes a vector to an address, which need not be aligned."""
+    """Stores a vector at an address, which need not be aligned."""
     builder.store(value, pointer(builder, address, VECTOR)).align = FLOAT
 
 
@@ -94,7 +94,7 @@ def load_half_lines(builder: Any, address: Value) -> Value:
 
 
 def store_half_lines(builder: Any, value: Value, address: Value) -> None:
-    """Writes what `load_half_lines` reads."""
+    """Stores what `load_half_lines` loads."""
     for half in range(2):
         lanes = places(range(half * LANES // 2, (half + 1) * LANES // 2))
         part = builder.shuffle_vector(value, value, lanes)
@@ -136,22 +136,22 @@ def spread_whole(builder: Any, number: Value) -> Value:
 
 
 def add_pairs(builder: Any, total: Value, one: Value, other: Value) -> Value:
-    """total + the products of bfloat16, two by two. LLVM takes words for these as well as its own type, which llvmlite
-    has no name for."""
+    """total + the products of bfloat16 pairs. LLVM takes words for its own bfloat16 type, which llvmlite does not
+    name."""
     product = declared(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [VECTOR, WHOLE, WHOLE])
     return builder.call(product, [total, one, other])
 
 
 def add_quads(builder: Any, total: Value, unsigned: Value, signed: Value) -> Value:
-    """total + the products of numbers of 8 bits, of one vector without a sign and of the other with one, four by four.
-    Totals are whole numbers, whose bits stand for float32's."""
+    """total + the products of quads of 8-bit integers, one vector unsigned, the other signed. Totals are int32, kept in
+    the bits of float32."""
     product = declared(builder, "llvm.x86.avx512.vpdpbusd.512", WHOLE, [WHOLE] * 3)
     return builder.bitcast(builder.call(product, [builder.bitcast(total, WHOLE), unsigned, signed]), VECTOR)
 
 
 def share(builder: Any) -> None:
-    """Has kernels call the function that is being written, rather than have it within theirs, where a compiler may
-    still join a product and a sum in one and not in another."""
+    """Keeps the function that is being written from being inlined: inlined, a compiler might fuse a product and a sum
+    in one kernel and not in another."""
     builder.function.attributes.add("noinline")
 
 
@@ -161,7 +161,7 @@ def multiply_add(builder: Any, one: Value, other: Value, more: Value) -> Value:
 
 
 def higher(builder: Any, one: Value, other: Value) -> Value:
-    """The higher of each two; the other where one is not a number."""
+    """The elementwise maximum; `other` where `one` is NaN."""
     return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
 

@@ -13,7 +13,7 @@ from common.cpu.vectors.row_loops import Mask, inverse_root, load_wide, over, st
 
 
 def _rms_norm(_: Any, _out: Any, _x: Any, _gain: Any, _count: Any, _eps: Any) -> Any:
-    """Writes so many numbers over the root of their mean square, times a gain, to an address: their own, or another."""
+    """RMS norm of `count` numbers, times a gain, written to an address, which may be their own."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         share(builder)
@@ -26,7 +26,7 @@ def _rms_norm(_: Any, _out: Any, _x: Any, _gain: Any, _count: Any, _eps: Any) ->
 
 
 def _scale_of(_: Any, _x: Any, _count: Any, _eps: Any) -> Any:
-    """What so many numbers at an address are multiplied with by their norm."""
+    """The factor by which the norm multiplies `count` numbers at an address."""
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         share(builder)
@@ -36,7 +36,7 @@ def _scale_of(_: Any, _x: Any, _count: Any, _eps: Any) -> Any:
 
 
 def _scaled(_: Any, _out: Any, _x: Any, _gain: Any, _count: Any, _scale: Any) -> Any:
-    """Writes so many numbers times a scale, times a gain."""
+    """Writes `count` numbers times a scale, times a gain."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, x, gain, count, scale = given
@@ -73,7 +73,7 @@ def _rotate_scaled(_: Any, _out: Any, _x: Any, _gain: Any, _tables: Any, _half: 
 
 
 def _add_rows(_: Any, _out: Any, _one: Any, _other: Any, _count: Any) -> Any:
-    """Writes the sums of so many numbers to an address, which may be one's own."""
+    """Writes the sums of `count` pairs of numbers to an address, which may be one's own."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, one, other, count = given
@@ -104,7 +104,7 @@ def _write_scaled(builder: Any, out: Value, bases: tuple[Value, Value], scale: V
 
 
 def _part(builder: Any, bases: tuple[Value, Value], scale: Value, place: tuple[Value, Mask], more: Value) -> Value:
-    """A vector of x · scale · gain, so many bytes behind a place; `bases` are the addresses of x and the gain."""
+    """A vector of x · scale · gain at a byte offset; `bases` are the addresses of x and the gain."""
     x, gain = (load_wide(builder, builder.add(base, more), *place) for base in bases)
     return builder.fmul(builder.fmul(x, scale), gain)
 

@@ -36,10 +36,10 @@ _MASK = ir.VectorType(ir.IntType(1), LANES)
 
 
 def _transpose(_: Any, _out: Any, _out_step: Any, _x: Any, _x_step: Any) -> Any:
-    """Writes the 16 × 16 words at an address, rows so many bytes apart, to another, where columns have become rows.
+    """Transposes 16 × 16 words, from rows at one address to rows at another, each with its own row stride in bytes.
 
-    In four turns, of blocks of 8, 4, 2 and 1, the upper right and the lower left block of each square of four change
-    places.
+    It takes four turns, with blocks of 8, 4, 2 and 1: the upper right and the lower left block of each square of four
+    are swapped.
     """
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
@@ -75,7 +75,7 @@ def _interleave(_: Any, _out: Any, _one: Any, _other: Any) -> Any:
 
 
 def _copy(_: Any, _out: Any, _x: Any, _vectors: Any) -> Any:
-    """Writes so many vectors at an address to another."""
+    """Copies vectors from an address to another."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, x, vectors = given
@@ -88,8 +88,7 @@ def _copy(_: Any, _out: Any, _x: Any, _vectors: Any) -> Any:
 
 
 def _fill(_: Any, _out: Any, _x: Any, _count: Any, _room: Any) -> Any:
-    """Writes so many words at an address to another, and zeros behind them; in all it writes `room` words, a multiple
-    of 16, which are as many or more."""
+    """Copies `count` words from an address to another and fills up with zeros to `room` words, a multiple of 16."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, x, count, room = given

@@ -1,4 +1,4 @@
-"""Powers of two of many numbers, and hyperbolic tangents: what softmax, its caps and gates are made of."""
+"""Powers of two of many numbers, and hyperbolic tangents: for softmax, its caps, and gates."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ GELU_SLOPE, GELU_BEND = math.sqrt(8 / math.pi), 0.044715
 _FOUR = 4
 """Vectors that are worked at side by side, since a sum of two waits for the one before it."""
 _LARGE = 2.0**126
-"""A divisor whose inverse is about the least normal number."""
+"""A divisor whose inverse is about the smallest normal number."""
 _DOWNWARDS, _AS_SET = 1, 4
 """Literals of AVX-512: rounding to the whole number below, and as is set for the thread."""
 _LEAST = -200.0
 """An exponent of two that gives 0 in float32."""
 _BIAS, _INFINITE = 127.0, 128.0
-"""Of the exponents of float32: what is added to them, and the first that is none of a number."""
+"""The bias of float32's exponents, and the first exponent that is no number's."""
 _SCALES = bool(llvmlite.binding.get_host_cpu_features().get("avx512dq"))
-"""Whether one instruction gives the part of a number behind its whole part, and one multiplies with powers of two, as
-AVX-512's do."""
+"""Whether single instructions, such as AVX-512's, give a number's fraction and multiply with powers of two."""
 
 
 def _interpolated(degree: int, begin: float, end: float) -> list[float]:
@@ -61,20 +60,20 @@ def _interpolated(degree: int, begin: float, end: float) -> list[float]:
 
 
 _POWERS = _interpolated(5, 0.0, 1.0) if _SCALES else _interpolated(5, -0.5, 0.5)
-"""2^x between the whole numbers or the halves beside it, less than 2 · 10⁻⁷ off."""
+"""2^x between the nearest integers or half-integers, with an error below 2 · 10⁻⁷."""
 _SHORT_POWERS = _interpolated(4, 0.0, 1.0)
-"""The same, less than 4 · 10⁻⁶ off: for what is rounded to bfloat16."""
+"""The same with an error below 4 · 10⁻⁶, for results that are rounded to bfloat16."""
 
 _FLAT = 9.0
 """From here on a hyperbolic tangent is 1 in float32."""
 _ABOVE = 1.0, 1.33810295e-1, 3.49559248e-3, 2.06091470e-5, 1.33547394e-8
 _BELOW = 1.0, 4.67143451e-1, 2.58769993e-2, 3.28564162e-4, 7.77659261e-7
-"""tanh(x) up to there is x · above(x²) / below(x²), fitted by least squares of the relative error: 4 · 10⁻⁷ off, with
-what float32 rounds."""
+"""Up to this x, tanh(x) is x · above(x²) / below(x²), fitted by least squares of the relative error: 4 · 10⁻⁷ with
+float32's rounding."""
 
 
 def _highest(_: Any, _place: Any, _fours: Any) -> Any:
-    """The highest number at an address, of four times so many vectors; what is not a number counts as none."""
+    """The maximum of 4 · `fours` vectors at an address; NaN is ignored."""
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         def better(known: Value, place: Value) -> Value:
@@ -89,9 +88,9 @@ def _highest(_: Any, _place: Any, _fours: Any) -> Any:
 
 
 def _to_powers(_: Any, _place: Any, _fours: Any, _less: Any) -> Any:
-    """Turns each number x at an address, of four times so many vectors, into 2^(x - less), and gives their sum.
+    """Replaces each number x of 4 · `fours` vectors at an address by 2^(x − less), and returns the sum.
 
-    x - less is at most 126, and where it is below float32's exponents gives 0; what is not a number stays so.
+    x − less is at most 126; below float32's exponents it gives 0; NaN stays NaN.
     """
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
@@ -112,8 +111,8 @@ def _to_powers(_: Any, _place: Any, _fours: Any, _less: Any) -> Any:
 
 
 def _to_short_powers(_: Any, _out: Any, _place: Any, _fours: Any, _scale: Any, _less: Any) -> Any:
-    """Writes 2^(x · scale - less) of each number x at an address, of four times so many vectors, to `out` as bfloat16,
-    and gives the sum of what was not rounded yet. Otherwise as `to_powers`."""
+    """Writes 2^(x · scale − less) for each number x of 4 · `fours` vectors at an address to `out` as bfloat16, and
+    returns the sum before rounding. Otherwise as `to_powers`."""
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, address, fours, scale, less = given
@@ -138,7 +137,7 @@ def _to_short_powers(_: Any, _out: Any, _place: Any, _fours: Any, _scale: Any, _
 
 
 def both_rounded(builder: Any, first: Value, second: Value) -> Value:
-    """32 bfloat16 of two vectors, one behind the other, as a vector. LLVM takes numbers of 16 bits for them."""
+    """32 bfloat16 from two vectors, one after the other. LLVM takes 16-bit integers for them."""
     shorts = ir.VectorType(ir.IntType(16), 2 * LANES)
     convert = declared(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", shorts, [VECTOR, VECTOR])
     return builder.bitcast(builder.call(convert, [second, first]), VECTOR)
@@ -147,8 +146,8 @@ def both_rounded(builder: Any, first: Value, second: Value) -> Value:
 def _over_fours(
     builder: Any, address: Value, fours: Value, *, begin: float, step: Callable[[Value, Value], Value]
 ) -> list[Value]:
-    """Four results that begin as vectors of `begin`, each taken a step further with every fourth vector's address: as
-    many as an adder works at together."""
+    """Four results that start as vectors of `begin`; each is updated with every fourth vector's address, so that four
+    independent additions are in flight."""
     known = [cgutils.alloca_once_value(builder, constant(begin)) for _ in range(_FOUR)]
     with cgutils.for_range(builder, fours) as loop:
         for index, one in enumerate(known):
@@ -158,8 +157,8 @@ def _over_fours(
 
 
 def _hide_others(_: Any, _place: Any, _fours: Any, _begin: Any, _end: Any) -> Any:
-    """Leaves of the numbers at an address, of four times so many vectors, those from begin to end, which may be
-    anywhere; the others become -inf."""
+    """Keeps numbers [begin, end) of 4 · `fours` vectors at an address and sets the others to −inf; begin and end may
+    lie anywhere."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         address, fours, begin, end = given
@@ -183,8 +182,7 @@ def _hide_others(_: Any, _place: Any, _fours: Any, _begin: Any, _end: Any) -> An
 
 
 def _cap(_: Any, _place: Any, _fours: Any, _scale: Any, _cap: Any) -> Any:
-    """Turns each number x at an address, of four times so many vectors, into cap · tanh(x · scale / cap); what is not a
-    number stays so."""
+    """Replaces each number x of 4 · `fours` vectors at an address by cap · tanh(x · scale / cap); NaN stays NaN."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         address, fours, scale, cap = given
@@ -200,7 +198,7 @@ def _cap(_: Any, _place: Any, _fours: Any, _scale: Any, _cap: Any) -> Any:
 
 
 def _gate(_: Any, _out: Any, _gates: Any, _values: Any, _vectors: Any) -> Any:
-    """Sets so many vectors at `out` to silu(gate) · value, of gates and values at two other addresses."""
+    """Writes silu(gate) · value to `out`, for `vectors` vectors of gates and values at two other addresses."""
     return _gating(lambda _, gate: gate)
 
 
@@ -232,23 +230,23 @@ def _gating(steepened: Callable[[Any, Value], Value]) -> Any:
 
 
 def power_of_two(builder: Any, x: Value, coefficients: Sequence[float] = _POWERS) -> Value:
-    """2^x of a vector: a polynomial for the part beside a whole number, moved by that; -inf gives 0."""
+    """2^x of a vector: a polynomial of the fraction, scaled by the integer part; −inf gives 0."""
     if _SCALES:
         both = [VECTOR, FLAG, VECTOR, ir.IntType(LANES), FLAG]
         reduce = declared(builder, "llvm.x86.avx512.mask.reduce.ps.512", VECTOR, both)
         scale = declared(builder, "llvm.x86.avx512.mask.scalef.ps.512", VECTOR, [VECTOR] * 3 + both[3:])
         part = builder.call(reduce, [x, FLAG(_DOWNWARDS), x, ir.IntType(LANES)(-1), FLAG(_AS_SET)])
         value = _polynomial(builder, part, coefficients)
-        # What is too small to be normal is 0: to compute such a number takes thirty times as long.
+        # Subnormal results are flushed to 0: computing with them takes thirty times as long.
         normal = builder.fcmp_unordered(">=", x, constant(1.0 - _BIAS))
         x = builder.select(normal, x, constant(-np.inf))
         return builder.call(scale, [value, x, value, ir.IntType(LANES)(-1), FLAG(_AS_SET)])
     x = higher(builder, constant(_LEAST), x)
-    # Infinity has no part beside a whole number; what is not a number stays so.
+    # Infinity has no fraction; NaN stays NaN.
     x = builder.select(builder.fcmp_ordered(">", x, constant(_INFINITE)), constant(_INFINITE), x)
     whole = builder.call(declared(builder, "llvm.rint.v16f32", VECTOR, [VECTOR]), [x])
     value = _polynomial(builder, builder.fsub(x, whole), coefficients)
-    # The whole part becomes an exponent: the highest stands for infinity, and what is below the least gives 0.
+    # The integer part becomes an exponent: the highest stands for infinity, and those below the lowest give 0.
     bounded = builder.select(builder.fcmp_ordered("<", whole, constant(_INFINITE)), whole, constant(_INFINITE))
     exponent = builder.fptosi(builder.fadd(bounded, constant(_BIAS)), WHOLE)
     moved = builder.fmul(value, builder.bitcast(builder.shl(exponent, flags(23)), VECTOR))
@@ -256,7 +254,7 @@ def power_of_two(builder: Any, x: Value, coefficients: Sequence[float] = _POWERS
 
 
 def short_power_of_two(builder: Any, x: Value) -> Value:
-    """The same, for what is rounded to bfloat16 on a processor that does so: none without AVX-512."""
+    """The same for results that are rounded to bfloat16, on processors that do so, all of which have AVX-512."""
     return power_of_two(builder, x, _SHORT_POWERS)
 
 
@@ -268,8 +266,8 @@ def _polynomial(builder: Any, x: Value, coefficients: Sequence[float]) -> Value:
 
 
 def _quotient(builder: Any, number: Value, divisor: Value) -> Value:
-    """number / divisor, which is 1 or more: with AVX-512 by an estimate and a step of Newton's, which take a third of a
-    division's time. A divisor that is too large for it gives what the largest that is not gives."""
+    """number / divisor for divisors of at least 1. With AVX-512 it takes an estimate and a step of Newton's method, a
+    third of a division's time. A divisor that is too large for it gives the result of the largest that is not."""
     if not _SCALES:
         return builder.fdiv(number, divisor)
     large = builder.fcmp_ordered(">", divisor, constant(_LARGE))
@@ -311,5 +309,5 @@ def gate(out: Any, gates: Any, values: Any, vectors: Any) -> None:
 
 @exact
 def gelu_gate(out: Any, gates: Any, values: Any, vectors: Any) -> None:
-    """See `_gelu_gate`, likewise."""
+    """See `_gelu_gate`."""
     _gelu_gate_code(out, gates, values, vectors)

@@ -36,12 +36,11 @@ from common.cpu.vectors.llvm import (
 from common.cpu.vectors.stored import HALF_LINES, QUADS, Paired, kind_of, stored_bytes, widened_line
 
 NOTHING, ROWS = 0, -1
-"""What a product may ask of the memory while it computes: nothing, or the rows of out and x that come next (all of
-them, where rows lie one behind the other, and there are as many inputs as outputs). A number above 0 is for the weights
-that come next: by how many products they are asked for, of which this one does its part."""
+"""What a product prefetches: nothing, or the next rows of out and x (all of them, if rows are adjacent and inputs are
+as many as outputs). A number above 0 is for the next weights: by how many products their prefetch is shared."""
 
 _TURN = 4
-"""Inputs of one turn of a product's loop, which costs instructions of its own."""
+"""Inputs per turn of a product's loop, which itself costs instructions."""
 
 
 class _Shape(NamedTuple):
@@ -58,18 +57,17 @@ def _add_products(
 ) -> Any:
     """For each of `rows` rows: out[0:w] += Σ over `count` > 0 inputs of x[input] · weights[input, 0:w].
 
-    x is float32; where weights are of two inputs each, x is two bfloat16 as well, and their products are added one
-    after the other, each sum rounded to float32 (AVX512-BF16's VDPBF16PS).
-    w is 16 · `vectors`, or those of `HALF_LINES`, and the weights of one input are 16 · `across`, of which these are a
-    part. `rows` and `vectors` are literals, of which the product is at most 24 (6 without AVX-512), since the sums stay
-    in registers. `stored` is an array of the type that the weights are stored in, as `kind_of` takes it. `places` are
-    (address of out, bytes from one row of it to the next, the same of x, address of weights, address of the weights
-    that come next, bytes of them to ask for with each input). `ahead`, a literal, says what is asked of the memory
-    meanwhile.
+    x is float32; if weights are pairs of inputs, x is pairs of bfloat16 as well, and their products are added one after
+    the other, each sum rounded to float32 (AVX512-BF16's VDPBF16PS). w is 16 · `vectors`, or that of `HALF_LINES`; the
+    weights of one input are 16 · `across`, of which these are a part. `rows` and `vectors` are literals whose product
+    is at most 24 (6 without AVX-512), since sums stay in registers. `stored` is an array of the weights' dtype, as
+    `kind_of` takes it. `places` are (address of out, bytes from one row of it to the next, the same of x, address of
+    weights, address of the next weights, bytes of them to prefetch with each input). `ahead`, a literal, says what is
+    prefetched.
     """
     literals = (rows, vectors, across, ahead)
     if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
-        return None  # numba asks again, with what it knows of constants
+        return None  # numba asks again once it knows the constants
     signature = types.void(*literals, stored, types.UniTuple(types.intp, 7), types.intp)
     shape, kind = _Shape(*(literal.literal_value for literal in literals)), kind_of(stored)
 
@@ -81,7 +79,8 @@ def _add_products(
 
 
 def _write_products(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value], count: Value) -> None:
-    """A loop over all inputs; where no weights are waited for, its turns take several, and another loop the rest."""
+    """A loop over all inputs. If no weights are prefetched, each turn takes several inputs, and a second loop takes the
+    rest."""
     if shape.vectors == HALF_LINES and kind != types.uint32:
         return  # is compiled, and never called
     if shape.ahead > NOTHING:
@@ -102,7 +101,7 @@ def _write_products(builder: Any, shape: _Shape, kind: Any, places: Sequence[Val
 
 
 def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value], turns: Value, inputs: int) -> None:
-    """The loop over so many turns of so many inputs each, with the sums of all rows in registers."""
+    """The loop over `turns` turns of `inputs` inputs each, with the sums of all rows in registers."""
     (rows, vectors, across, ahead), (out, out_step, x, x_step, weights, coming, coming_step) = shape, places
     parts, size = range(max(1, vectors)), stored_bytes(kind, across)
     read, write = (load_half_lines, store_half_lines) if vectors == HALF_LINES else (load_vector, store)
@@ -147,7 +146,7 @@ def _write_turns(builder: Any, shape: _Shape, kind: Any, places: Sequence[Value]
 
 
 def _added(builder: Any, kind: Any, place: Value, weight: Sequence[Value], totals: Sequence[Value]) -> list[Value]:
-    """Sums with the products of one input, whose number is at an address."""
+    """Sums plus the products of one input, whose number is at an address."""
     if kind == QUADS:
         four = spread_whole(builder, load(builder, place, FLAG))
         return [add_quads(builder, total, part, four) for total, part in zip(totals, weight, strict=True)]
@@ -159,7 +158,7 @@ def _added(builder: Any, kind: Any, place: Value, weight: Sequence[Value], total
 
 
 def _in_pairs(_: Any, stored: Any) -> Any:
-    """Whether an array holds bfloat16 of two outputs each, which the compiler knows."""
+    """Whether an array holds bfloat16 weights of two outputs per word; known at compile time."""
 
     def generate(_context: Any, _builder: Any, _signature: Any, _given: Any) -> Value:
         return ir.IntType(1)(stored.dtype == types.uint32)
@@ -168,8 +167,8 @@ def _in_pairs(_: Any, stored: Any) -> Any:
 
 
 def _widened_stretch(_: Any, vectors: Any, stored: Any, _wide: Any, _weights: Any, _count: Any) -> Any:
-    """Makes float32 of weights as they are stored, 16 · `vectors` for each of `count` inputs, or words of each two of
-    them that are `Paired`: from one address to another, of which it gives back the one that has these."""
+    """Converts stored weights, 16 · `vectors` for each of `count` inputs, to float32, or, if `Paired`, each two inputs
+    of them to words of two bfloat16. It writes to an address, and returns the address at which the result lies."""
     if not isinstance(vectors, types.IntegerLiteral):
         return None
     signature = types.intp(vectors, stored, types.intp, types.intp, types.intp)
@@ -192,9 +191,9 @@ def _widened_stretch(_: Any, vectors: Any, stored: Any, _wide: Any, _weights: An
 def _scaled_stretch(
     _: Any, vectors: Any, together: Any, stored: Any, _places: Any, _constants: Any, _count: Any
 ) -> Any:
-    """Makes (number − zero) · scale of numbers as they are stored, 16 · `vectors` for each of `count` inputs. `places`
-    are (address of float32, bytes from some vectors of it to the next, address of the numbers); `together` vectors lie
-    side by side for each input. `constants` are the addresses of scales and zeros, float32, one for each output."""
+    """(number − zero) · scale for stored numbers, 16 · `vectors` for each of `count` inputs. `places` are (address of
+    float32, bytes from some vectors of it to the next, address of the numbers); `together` vectors are adjacent for
+    each input. `constants` are the addresses of float32 scales and zeros, one for each output."""
     if not all(isinstance(literal, types.IntegerLiteral) for literal in (vectors, together)):
         return None
     pair = types.UniTuple(types.intp, 2)
@@ -219,8 +218,8 @@ def _scaled_stretch(
 
 
 def _add_scaled(_: Any, vectors: Any, _places: Any, _apart: Any, _of_x: Any) -> Any:
-    """total += (part − zero · of_x) · scale, and part = 0, of 16 · `vectors` numbers each. `places` are the addresses
-    of totals, parts, scales and zeros; the first two are so many bytes further on."""
+    """total += (part − zero · of_x) · scale and part = 0, for 16 · `vectors` numbers each. `places` are the addresses
+    of totals, parts, scales and zeros; the first two are offset by `apart` bytes."""
     if not isinstance(vectors, types.IntegerLiteral):
         return None
     signature = types.void(vectors, types.UniTuple(types.intp, 4), types.intp, types.float32)
@@ -241,8 +240,8 @@ def _add_scaled(_: Any, vectors: Any, _places: Any, _apart: Any, _of_x: Any) -> 
 
 
 def _write_whole_sums(_: Any, vectors: Any, _places: Any, _more: Any, _factor: Any) -> Any:
-    """out = (sums + more) · (scale · factor) + bias, where sums are whole numbers of 32 bits, of 16 · `vectors`
-    numbers: the first sum is exact, and all others are rounded. `places` as for `write_sums`."""
+    """out = (sums + more) · (scale · factor) + bias, for int32 sums of 16 · `vectors` numbers: the first sum is exact,
+    the rest is rounded. `places` as in `write_sums`."""
     if not isinstance(vectors, types.IntegerLiteral):
         return None
     signature = types.void(vectors, types.UniTuple(types.intp, 4), types.int32, types.float32)

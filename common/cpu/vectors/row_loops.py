@@ -1,4 +1,4 @@
-"""Loops over the numbers of a row, by vectors of 16, of which the last may have fewer, in one order."""
+"""Loops over the numbers of a row in order, by vectors of 16, the last of which may be partial."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _SUMS = 4
 """Vectors that a total is summed in, since one would wait for itself."""
 
 Mask = Value | None
-"""The lanes whose numbers there are; None: all."""
+"""The lanes that hold numbers; None: all."""
 
 
 def over(builder: Any, count: Value, step: Callable[[Value, Mask], None]) -> None:
-    """Has a step written for the whole vectors of so many numbers and one for those behind, of the place of its first
+    """Writes one step for the whole vectors of `count` numbers and one for the rest; each gets the index of its first
     number."""
     whole = builder.sdiv(count, WORD(LANES))
     with cgutils.for_range(builder, whole) as loop:
@@ -49,7 +49,7 @@ def over(builder: Any, count: Value, step: Callable[[Value, Mask], None]) -> Non
 
 
 def load_wide(builder: Any, base: Value, first: Value, mask: Mask) -> Value:
-    """float32; 0 where there are none."""
+    """Loads as float32; lanes outside of the mask are 0."""
     place = at(builder, base, first, WORD(FLOAT))
     if mask is None:
         return load(builder, place, VECTOR)
@@ -69,7 +69,7 @@ def store_wide(builder: Any, value: Value, base: Value, first: Value, mask: Mask
 
 
 def total(builder: Any, count: Value, term: Callable[[Value, Mask], Value]) -> Value:
-    """The sum over so many numbers."""
+    """The sum of a term over `count` numbers."""
     sums = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(_SUMS)]
     fours = builder.sdiv(count, WORD(_SUMS * LANES))
     with cgutils.for_range(builder, fours) as loop:
@@ -96,7 +96,7 @@ def total(builder: Any, count: Value, term: Callable[[Value, Mask], Value]) -> V
 
 
 def inverse_root(builder: Any, count: Value, square: Callable[[Value, Mask], Value], eps: Value) -> Value:
-    """1 / √(mean of so many squares + eps)."""
+    """1 / √(mean of `count` squares + eps)."""
     share = builder.fdiv(SINGLE(1.0), builder.sitofp(count, SINGLE))
     mean = builder.fadd(builder.fmul(total(builder, count, square), share), eps)
     root = builder.call(declared(builder, "llvm.sqrt.f32", SINGLE, [SINGLE]), [mean])

@@ -1,5 +1,5 @@
-"""Rows of bfloat16 whose arithmetic is float32: rotations, layer norms and activations. The last vector of a row may
-have fewer numbers than others."""
+"""Rows of bfloat16 with float32 arithmetic: rotary embeddings, norms and activations. The last vector of a row may be
+partial."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from common.cpu.vectors.row_loops import MASK, Mask, inverse_root, load_wide, ov
 SHORT = 2
 """Bytes."""
 _STEEPEST = 60.0
-"""An exponent of two: what is divided by its power is as good as 0, and large enough to be normal: arithmetic of
-numbers that are not takes a hundred times as long."""
+"""An exponent of two: what is divided by this power is practically 0, but still normal; arithmetic with subnormal
+numbers takes a hundred times as long."""
 
 
 def _load(builder: Any, base: Value, first: Value, mask: Mask) -> Value:
-    """bfloat16 as float32; 0 where there are none."""
+    """Loads bfloat16 as float32; lanes outside of the mask are 0."""
     place = at(builder, base, first, WORD(SHORT))
     if mask is None:
         shorts = load(builder, place, SHORTS, size=SHORT)
@@ -65,8 +65,8 @@ def _store(builder: Any, value: Value, base: Value, first: Value, mask: Mask) ->
 
 
 def _rotate(_: Any, _out: Any, _head: Any, _tables: Any, _half: Any) -> Any:
-    """Rotates the first `half` numbers of a head against those behind them, and writes them to an address, which may be
-    the head's own. `tables` are the addresses of cosines and sines of the first half, and of the second."""
+    """Rotates the first `half` numbers of a head with the `half` behind them and writes them to an address, which may
+    be the head's own. `tables` are the addresses of cosines and sines for the first half, then for the second."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, head, tables, half = given
@@ -89,8 +89,8 @@ def _rotate(_: Any, _out: Any, _head: Any, _tables: Any, _half: Any) -> Any:
 
 
 def _norm_row(_: Any, _out: Any, _x: Any, _parameters: Any, _count: Any, _eps: Any) -> Any:
-    """Writes a row's layer norm to an address, which may be its own; `parameters` are the addresses of the weight and
-    the bias."""
+    """Layer norm of a row, written to an address, which may be its own; `parameters` are the addresses of the weight
+    and the bias."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, x, parameters, count, eps = given
@@ -121,7 +121,7 @@ def _norm_row(_: Any, _out: Any, _x: Any, _parameters: Any, _count: Any, _eps: A
 
 
 def _rms_norm_row(_: Any, _out: Any, _x: Any, _weight: Any, _count: Any, _eps: Any) -> Any:
-    """Writes a row over the root of its mean square, times a weight, to an address, which may be its own."""
+    """RMS norm of a row, times a weight, written to an address, which may be its own."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, x, weight, count, eps = given
@@ -159,7 +159,7 @@ def _add_row(_: Any, _out: Any, _one: Any, _other: Any, _count: Any) -> Any:
 
 
 def _round_numbers(_: Any, _out: Any, _x: Any, _count: Any) -> Any:
-    """Writes so many float32 at an address to another as bfloat16."""
+    """Rounds `count` float32 numbers to bfloat16, from one address to another."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, x, count = given
@@ -174,8 +174,8 @@ def _round_numbers(_: Any, _out: Any, _x: Any, _count: Any) -> Any:
 
 
 def _gelu_row(_: Any, _x: Any, _count: Any, _slope: Any, _bend: Any) -> Any:
-    """x · logistic(slope · (x + bend · x³)) of so many numbers at an address: gelu, by its hyperbolic tangent or in
-    another approximation; with 1 and 0 silu."""
+    """x · logistic(slope · (x + bend · x³)) of `count` numbers at an address: an approximation of gelu, by tanh or
+    another; with 1 and 0, silu."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         x, count, slope, bend = given
@@ -191,7 +191,7 @@ def _gelu_row(_: Any, _x: Any, _count: Any, _slope: Any, _bend: Any) -> Any:
 
 
 def _round_sums(_: Any, _out: Any, _sums: Any, _bias: Any, _count: Any) -> Any:
-    """Writes so many sums and a bias, float32 at two addresses, added up, to another."""
+    """Writes sums plus a bias, float32 at two addresses, to another as bfloat16."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, sums, bias, count = given
@@ -206,7 +206,7 @@ def _round_sums(_: Any, _out: Any, _sums: Any, _bias: Any, _count: Any) -> Any:
 
 
 def _add_sums(_: Any, _out: Any, _x: Any, _sums: Any, _bias: Any, _count: Any) -> Any:
-    """The same, added to a row at an address, which may be the one that is written to."""
+    """The same, plus a row at an address, which may be the output's."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, x, sums, bias, count = given
@@ -222,7 +222,7 @@ def _add_sums(_: Any, _out: Any, _x: Any, _sums: Any, _bias: Any, _count: Any) -
 
 
 def _open_sums(_: Any, _out: Any, _sums: Any, _bias: Any, _count: Any, _slope: Any, _bend: Any) -> Any:
-    """As `round_sums`, through what `gelu_row` computes."""
+    """As `round_sums`, followed by the activation of `gelu_row`."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, sums, bias, count, slope, bend = given
@@ -263,7 +263,7 @@ def _biased(builder: Any, both: Sequence[Value], first: Value, mask: Mask) -> Va
 
 
 def _opening(builder: Any, slope: Value, bend: Value) -> Callable[[Value], Value]:
-    """What gives x · logistic(slope · (x + bend · x³)) of a vector."""
+    """The function x · logistic(slope · (x + bend · x³)) of a vector."""
     slope = builder.fmul(slope, SINGLE(-math.log2(math.e)))
     line, curve = spread(builder, slope), spread(builder, builder.fmul(slope, bend))
     kinds = [VECTOR, VECTOR, ir.IntType(LANES)]

@@ -34,19 +34,19 @@ from common.cpu.vectors.powers import both_rounded, power_of_two, short_power_of
 ROWS = LANES
 """Rows of a step."""
 STATE = (2 + ROWS) * LANES
-"""Numbers of the state of so many rows: their bases, -inf before the first score; the factors that sums of what was
-weighed before are to be multiplied with; a vector for each row, of which its total is the sum."""
+"""The size of an online softmax's state for `ROWS` rows: their bases, −inf before the first score; the factors for
+earlier sums; and a vector for each row whose sum is its total."""
 _FOUR = 4
 """Vectors of a row: one panel's keys."""
 
 
 def _to_weights(_: Any, _scores: Any, _step: Any, _state: Any, _scale: Any, _coming: Any) -> Any:
-    """Turns the scores of 16 rows, so many bytes apart, into powers of two of scores times `scale` above the rows'
-    bases: bfloat16, in the first half of each row. They are added to the rows' totals before they are rounded.
+    """Replaces the scores of 16 rows, with a row stride in bytes, by 2^(score · scale − base) as bfloat16, in the first
+    half of each row. They are added to the rows' totals before rounding.
 
-    A base is the highest that has been seen. Says whether any was raised: then sums are to be multiplied with the
-    factors of the state. -inf gives 0, and what is not a number stays so. `coming` are (an address, lines): so many
-    lines from there on are asked of the memory for each row.
+    A base is the highest score so far. Returns whether any was raised; if so, earlier sums have to be multiplied with
+    the factors of the state. −inf gives 0, NaN stays NaN. `coming` are (address, lines): cache lines to prefetch from
+    there for each row.
     """
     pair = types.UniTuple(types.intp, 2)
 
@@ -97,7 +97,7 @@ def _joined(builder: Any, join: Any, parts: Sequence[Value]) -> Value:
 
 
 def _sixteen(builder: Any, rows: Sequence[Value], join: Any) -> Value:
-    """A vector of what the lanes of each of 16 vectors give together."""
+    """A vector with, for each of 16 vectors, the reduction of its lanes."""
     known, width = list(rows), LANES
     while len(known) > 1:
         pairs = zip(known[::2], known[1::2], strict=True)
@@ -109,8 +109,8 @@ def _sixteen(builder: Any, rows: Sequence[Value], join: Any) -> Value:
 
 
 def _raise_bases(builder: Any, state: Value, highs: Value, room: Value) -> Value:
-    """Raises bases, sets factors, and writes to `room` what to take from scores: 0 where nothing was seen yet. Says
-    whether any was raised."""
+    """Raises bases, sets factors, and writes to `room` what to subtract from scores: 0 where nothing was seen yet.
+    Returns whether any was raised."""
     bases = load(builder, state, VECTOR)
     up = builder.fcmp_ordered(">", highs, bases)
     raised = builder.select(up, highs, bases)
@@ -123,7 +123,7 @@ def _raise_bases(builder: Any, state: Value, highs: Value, room: Value) -> Value
 
 
 def _begin_state(_: Any, _state: Any) -> Any:
-    """Makes a state that of rows of which nothing has been seen."""
+    """Sets a state to that of rows that have seen nothing."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         store(builder, constant(-np.inf), given[0])
@@ -135,7 +135,7 @@ def _begin_state(_: Any, _state: Any) -> Any:
 
 
 def _write_shares(_: Any, _state: Any) -> Any:
-    """Makes factors of the state what sums are to be multiplied with at the end: one by each row's total."""
+    """Sets the state's factors to 1 / total for each row, for the final scaling."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         totals = [load(builder, plus(builder, given[0], LINE * (2 + row)), VECTOR) for row in range(ROWS)]
@@ -147,7 +147,7 @@ def _write_shares(_: Any, _state: Any) -> Any:
 
 
 def _scale_rows(_: Any, _place: Any, _step: Any, _vectors: Any, _state: Any) -> Any:
-    """Multiplies 16 rows of so many vectors, so many bytes apart, with the factors of a state."""
+    """Multiplies 16 rows of `vectors` vectors, with a row stride in bytes, with the factors of a state."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         place, step, vectors, state = given

@@ -31,8 +31,8 @@ from common.cpu.vectors.llvm import (
 )
 
 HALF_LINES = 0
-"""In place of a number of vectors: one whose halves lie a line apart, as the bfloat16 of eight words side by side do.
-Sixteen registers of eight numbers hold the sums of six rows of it."""
+"""Instead of a number of vectors: one vector whose halves lie a line apart, as the bfloat16 of eight adjacent words do.
+Sixteen registers of eight numbers hold its sums for six rows."""
 
 _BITS = {
     types.float32: 32,
@@ -45,41 +45,40 @@ _BITS = {
     types.int32: 4,
     types.int64: 4,
 }
-"""Bits of a number, by the type of the array that has it: float32; bfloat16 of two inputs, side by side, which are one
-input here (see `PairPanels`); bfloat16 of two outputs (see `PanelWeight`); float16; bfloat16; whole numbers of 8 bits;
-e4m3, widened to 2⁻⁸ of itself; and in pairs (see `QuantizedPanels`) whole numbers from 0 to 15, and e2m1, widened to
-2⁻¹⁴ of itself."""
+"""Bits of a number, by the dtype of its array: float32; bfloat16 of two inputs, which count as one input (see
+`PairPanels`); bfloat16 of two outputs (see `PanelWeight`); float16; bfloat16; int8; e4m3, widened to 2⁻⁸ times its
+value; and two to a byte (see `QuantizedPanels`) integers from 0 to 15, and e2m1, widened to 2⁻¹⁴ times its value."""
 
 
 class Paired(NamedTuple):
-    """Numbers of 8 or 4 bits, all of which bfloat16 has: two inputs of an output are multiplied at once, as pairs of
-    `types.uint64` are. Each is stored as the type that this has."""
+    """8-bit or 4-bit numbers that bfloat16 can hold: two inputs of an output are multiplied at once, as those of
+    `types.uint64` are. Each is stored as the type given here."""
 
     kind: Any
 
 
 QUADS = "quads"
-"""In place of a type: numbers of 8 bits without a sign, of four inputs side by side, which are one input here (see
-`QuadPanels`). Rows have numbers with a sign; sums are whole numbers of 32 bits, whose bits stand for float32's."""
+"""Instead of a type: unsigned 8-bit numbers of four adjacent inputs, which count as one input (see `QuadPanels`). Rows
+are signed; sums are int32, kept in the bits of float32."""
 
 
 def kind_of(stored: Any) -> Any:
-    """What weights are stored in, of the type of an array of it; `Paired`, of that of a tuple with the array alone;
-    `QUADS`, of that of a tuple of four."""
+    """The storage format of weights: given the type of their array, that; given a tuple of the array, `Paired`; given a
+    tuple of four, `QUADS`."""
     if not isinstance(stored, types.UniTuple):
         return stored.dtype
     return QUADS if stored.count == 4 else Paired(stored.dtype.dtype)
 
 
 def stored_bytes(kind: Any, vectors: int) -> int:
-    """Bytes of the weights of one input, or of those that are multiplied at once."""
+    """Bytes of the weights of one input, or of the inputs that are multiplied at once."""
     if isinstance(kind, Paired):
         return 2 * stored_bytes(kind.kind, vectors)
     return LINE * vectors if kind == QUADS else LANES * vectors * _BITS[kind] // 8
 
 
 def widened_line(builder: Any, kind: Any, place: Value, vectors: int) -> list[Value]:
-    """The weights of one input, of those at an address: as vectors of float32, but for pairs of inputs."""
+    """The weights of one input, loaded from an address: as float32 vectors, or, for pairs of inputs, as they are."""
     if isinstance(kind, Paired):
         size = stored_bytes(kind.kind, vectors)
         two = (widened_line(builder, kind.kind, plus(builder, place, size * which), vectors) for which in (0, 1))
@@ -115,7 +114,7 @@ def widened_line(builder: Any, kind: Any, place: Value, vectors: int) -> list[Va
 
 
 def _word(builder: Any, low: Value, high: Value) -> Value:
-    """Two vectors of float32 whose lower halves are 0, as pairs of bfloat16."""
+    """Pairs of bfloat16, from two float32 vectors whose lower halves are 0."""
     lower, upper = (builder.bitcast(number, WHOLE) for number in (low, high))
     return builder.or_(builder.lshr(lower, flags(16)), upper)
 
@@ -136,7 +135,7 @@ def _shortest_floats(builder: Any, line: Value) -> tuple[Value, Value]:
 
 
 def _half(builder: Any, bits: Value, mask: int) -> Value:
-    """Of 16 bits each, those of a mask, read as float16."""
+    """The masked bits of 16-bit integers, read as float16."""
     return builder.fpext(builder.bitcast(builder.and_(bits, shorts(mask)), HALVES), VECTOR)
 
 
@@ -164,7 +163,7 @@ upper_half: Any = intrinsic(_upper_number)
 
 @numba.njit(inline="always")
 def rounded(bits: Any) -> Any:
-    """Of the bits of a float32, uint32, those whose upper 16 are the nearest bfloat16, of two the even one; what is not
-    a number stays none."""
+    """The bits of float32, uint32, rounded so that the upper 16 are the nearest bfloat16, halves to even. NaN stays
+    NaN."""
     near = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
     return np.uint32(near if bits & np.uint32(0x7FFFFFFF) <= np.uint32(0x7F800000) else bits | np.uint32(0x400000))

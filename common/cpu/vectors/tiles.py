@@ -1,7 +1,5 @@
-"""Products of pairs of bfloat16, and of quads of 8 bits, by tiles (AMX): eight registers of up to 16 rows of a line.
-
-Whoever uses them has asked `common.hardware.multiplies_tiles`, since Linux ends a process that it has not permitted it.
-"""
+"""Products of pairs of bfloat16, and of quads of 8-bit integers, by tiles (AMX): eight registers of up to 16 rows of one
+line. Callers have asked `common.hardware.multiplies_tiles` first: Linux ends a process that uses tiles unpermitted."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ from common.cpu.vectors.powers import both_rounded
 BLOCK = 16
 """Rows of a tile, and pairs that one product adds up."""
 _TILES, _SUMS = 8, 4
-"""Registers, and those of them that hold sums."""
+"""Tile registers, and how many of them hold sums."""
 _ROWS_AT = 48
 """Bytes of a configuration before the rows of each register; before these are the bytes of a row, 16 bits each."""
 
 
 def _configure_tiles(_: Any, _rows: Any) -> Any:
-    """Says that `add_tiles` of one block has so many rows, 1 to `BLOCK`, from now on in this thread; with `BLOCK` two
-    blocks have them. What tiles hold is lost."""
+    """Configures tiles for `add_tiles` of one block with `rows` rows, 1 to `BLOCK`, in this thread; with `BLOCK`, for
+    two blocks. The tiles' contents are lost."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         rows = builder.trunc(given[0], BYTE)
@@ -57,7 +55,8 @@ def _configure_tiles(_: Any, _rows: Any) -> Any:
 
 
 def _release_tiles(_: Any) -> Any:
-    """Has this thread hold none any more, so that they need not be kept where it waits. Every use ends with it."""
+    """Releases the tiles of this thread, so that they need not be saved while it waits. Every use of tiles ends with
+    it."""
 
     def generate(context: Any, builder: Any, _signature: Any, _given: Any) -> Value:
         _call(builder, "tilerelease")
@@ -69,24 +68,23 @@ def _release_tiles(_: Any) -> Any:
 def _add_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _count: Any) -> Any:
     """For each row of `blocks` blocks: out[0:w] += Σ over `count` > 0 times 16 pairs of x[pair] · weights[pair, 0:w].
 
-    x and weights are words, two bfloat16 of two inputs; w is 16 · `across`. `blocks` and `across` are literals, of
-    which the product is at most 4, since the sums stay in tiles. The products of 16 pairs are added up in float32, then
-    to the sum, in one order whatever the rows. `places` are (address of out, bytes from one row of it to the next, the
-    same of x, address of weights, bytes from one pair of them to the next, address of what comes next): of this so many
-    `lines`, a multiple of `across`, are asked for with each 16 pairs. Rows that begin with a line of the cache are read
-    fastest.
+    x and weights are words, two bfloat16 of two inputs; w is 16 · `across`. `blocks` and `across` are literals whose
+    product is at most 4, since sums stay in tiles. The products of 16 pairs are summed in float32, then added to the
+    sum, in one order for any rows. `places` are (address of out, bytes from one row of it to the next, the same of x,
+    address of weights, bytes from one pair of them to the next, address of what comes next): of this, `lines` cache
+    lines, a multiple of `across`, are prefetched with each 16 pairs. Rows that begin at a cache line are read fastest.
     """
     return _products(blocks, across, "tdpbf16ps", fresh=False)
 
 
 def _multiply_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _count: Any) -> Any:
-    """As `add_tiles`, to sums that begin at 0: what lies at `out` is not read."""
+    """As `add_tiles`, but sums start at 0: `out` is not read."""
     return _products(blocks, across, "tdpbf16ps", fresh=True)
 
 
 def _add_quad_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places: Any, _count: Any) -> Any:
-    """As `add_tiles`, of quads in place of pairs: words of x are four numbers of 8 bits with a sign, those of weights
-    four without, and sums whole numbers of 32 bits."""
+    """As `add_tiles`, for quads instead of pairs: words of x are four signed 8-bit numbers, words of weights four
+    unsigned ones, and sums are int32."""
     return _products(blocks, across, "tdpbsud", fresh=False)
 
 
@@ -97,7 +95,7 @@ def _multiply_quad_tiles(_: Any, blocks: Any, across: Any, _lines: Any, _places:
 
 def _products(blocks: Any, across: Any, product: str, *, fresh: bool) -> Any:
     if not all(isinstance(literal, types.IntegerLiteral) for literal in (blocks, across)):
-        return None  # numba asks again, with what it knows of constants
+        return None  # numba asks again once it knows the constants
     shape = blocks.literal_value, across.literal_value
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
@@ -151,8 +149,8 @@ def _write_products(
 
 
 def _round_row(_: Any, _out: Any, _x: Any, _vectors: Any) -> Any:
-    """Writes to an address, as bfloat16, the float32 of twice so many vectors at another: words of pairs. What is not a
-    number stays none."""
+    """Rounds the float32 of 2 · `vectors` vectors to bfloat16, from one address to another: words of pairs. NaN stays
+    NaN."""
 
     def generate(context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, x, vectors = given

@@ -28,13 +28,12 @@ from common.cpu.vectors.llvm import (
 
 LOWEST, HIGHEST = -128, 127
 _MAGNITUDE = 0x7FFFFFFF
-"""The bits of a float32 but for its sign: as whole numbers they are ordered as what they are of, infinity above all
-numbers, and what is none above that."""
+"""The bits of a float32 without its sign. As integers they have the order of the numbers' absolute values, with
+infinity above all numbers and NaN above that."""
 
 
 def _largest_magnitude(_: Any, _x: Any, _vectors: Any) -> Any:
-    """The largest of so many vectors' float32 at an address, without its sign; not a number where one of them is
-    none."""
+    """The largest absolute value of the float32 of `vectors` vectors at an address; NaN if there is one."""
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         x, vectors = given
@@ -53,8 +52,8 @@ def _largest_magnitude(_: Any, _x: Any, _vectors: Any) -> Any:
 
 
 def _round_to_bytes(_: Any, _out: Any, _x: Any, _scale: Any, _vectors: Any) -> Any:
-    """Writes to an address, as whole numbers of 8 bits, so many vectors' float32 at another, divided by a scale: the
-    nearest, of two the even one, between −128 and 127. Returns their sum."""
+    """Divides the float32 of `vectors` vectors at an address by a scale and writes them to another as int8: the
+    nearest, halves to even, between −128 and 127. Returns their sum."""
 
     def generate(_context: Any, builder: Any, _signature: Any, given: Any) -> Value:
         out, x, scale, vectors = given
