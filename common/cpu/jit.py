@@ -28,11 +28,11 @@ from common.telemetry import log
 Array = np.ndarray[Any, Any]
 
 FREEDOMS = {"reassoc", "contract", "arcp", "afn", "nsz"}
-"""What the compiler may do with sums and products; what is not a number stays so."""
+"""What the compiler may assume of sums and products. NaN stays NaN."""
 ROUTINE = "twinlens_routine."
-"""What the linker's name of each routine begins with."""
+"""The prefix of a routine's symbol."""
 PATIENCE_SECONDS = 600.0
-"""For whoever compiles the same kernel."""
+"""How long to wait for another process that compiles the same kernel."""
 _LOOK_SECONDS = 0.05
 _log = log.get("kernels")
 _THREADS: int = numba.get_num_threads()
@@ -46,11 +46,11 @@ def compiled(
     made_of: Sequence[ModuleType] = (),
     calls: Sequence[Callee] = (),
 ) -> Any:
-    """Compiled at its first call, and kept on disk where a folder for that can be written.
+    """Compiled at its first call, and cached on disk if there is a writable folder.
 
-    numba notices changes of the function's own file. What is kept is named after the rest: whether numba divides its
-    loops among threads, the sum of this file and those of the modules and packages that else it is `made_of`, and the
-    routines that it `calls`.
+    numba notices changes of the function's own file. The name of the cache file covers the rest: whether numba
+    parallelises its loops, the hash of this file and of the modules and packages that it is `made_of`, and the routines
+    that it `calls`.
     """
     function = named(function, parallel=parallel, made_of=made_of, calls=calls)
     options: dict[str, Any] = {"parallel": parallel, "fastmath": FREEDOMS, "nogil": True, "error_model": "numpy"}
@@ -69,7 +69,7 @@ def named(
     calls: Sequence[Callee] = (),
     mark: str = "",
 ) -> Callable[..., None]:
-    """The same function, by the name that what is compiled of it is kept by: see `compiled`."""
+    """The same function, under the name by which its compiled form is cached: see `compiled`."""
     name = f"{function.__name__}_{mark}" if mark else function.__name__
     if not parallel:
         name += "_serial"
@@ -89,8 +89,8 @@ class Callee(Protocol):
 
 
 class Cache(FunctionCache):
-    """What is compiled is of use though it cannot be kept, on a disk that is full for example, or though what is kept
-    cannot be read. `unkept` is why the last one was not."""
+    """numba's cache, in which a failure to write, as on a full disk, or to read is no error: the kernel is used
+    uncached. `unkept` is the last failure."""
 
     unkept = ""
 
@@ -99,7 +99,7 @@ class Cache(FunctionCache):
         self._calls = calls
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What is kept; None where it cannot be read, or not all that it calls is ready or kept: without that,
+        """Loads a compiled kernel. None if it cannot be read, or a routine that it calls is neither ready nor cached:
         the linker would end the process."""
         if not all(Typed(routine, ()).load() for routine in self._calls):
             return None
@@ -107,9 +107,9 @@ class Cache(FunctionCache):
             return super().load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keeps what was compiled, where there is room.
+        """Stores a compiled kernel if there is space.
 
-        Raises RuntimeError where it calls a routine that it was not said to call.
+        Raises RuntimeError if it calls a routine that is not among its `calls`.
         """
         called = set(re.findall(rf"declare .*@({ROUTINE}[\w.]+)", data.library.get_llvm_str()))
         if unsaid := called - {routine.symbol for routine in self._calls}:
@@ -130,8 +130,8 @@ def _sources(module: ModuleType) -> list[Path]:
 
 
 class KernelCompiler(Compiler):
-    """Compiles a kernel without garbage collection, which takes a sixth of the time: of millions of objects few become
-    garbage before the kernel is compiled, and each collection goes through all that there are."""
+    """Compiles a kernel without garbage collection, which takes a sixth of the time: few of millions of objects become
+    garbage before the kernel is compiled, and each collection traverses all of them."""
 
     def compile_extra(self, func: FunctionType) -> Any:
         enabled = gc.isenabled()
@@ -144,19 +144,19 @@ class KernelCompiler(Compiler):
 
 
 class _PartLibrary(JITCodeLibrary):
-    """A part's code, for kernels to take in. numba makes machine code of every function, which nobody would call, and
-    optimises it with all that it calls, as every kernel does again."""
+    """The code of a part, for kernels to link. numba would also generate machine code for every function, which nobody
+    would call, and optimise it with all that it calls, as every kernel does again."""
 
     @property
     def codegen(self) -> _PartLibrary:
-        """Who is told of the function's environment, of which no code here knows."""
+        """The object that is told of the function's environment, which no code here uses."""
         return self
 
     def set_env(self, name: str, env: Any) -> None:
-        """Nothing has to be told, as where a kernel is read from disk."""
+        """Ignores it, as where a kernel is read from disk."""
 
     def get_pointer_to_function(self, _: str) -> int:
-        """There is none."""
+        """There is no machine code."""
         self._ensure_finalized()
         return 0
 
@@ -176,29 +176,29 @@ class _PartCompiler(Compiler):
 
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "pipeline_class": _PartCompiler}
-"""Nobody calls parts but kernels."""
+"""Only kernels call parts."""
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """A part of a kernel of the same file, which nobody else calls: what Python would call it by is not compiled. What
-    a parallel loop does is better such a part: numba looks through the loop's own body many times."""
+    """A part of a kernel in the same file: no wrappers for calls from Python are compiled. The body of a parallel loop
+    should be such a part, because numba analyses the loop's own body many times."""
     options: dict[str, Any] = {"fastmath": FREEDOMS, "nogil": True, "error_model": "numpy", **BARE}
     return numba.njit(**options)(function)
 
 
 def exact(function: Callable[..., Any]) -> Any:
-    """A part of kernels whose sums and products are taken as they are written, in every one of them. The freedoms that
-    other parts have are used otherwise in each kernel, and even by whether it was just compiled or read from disk.
-    numba gives a part that says nothing the freedoms of whoever calls it first."""
+    """A part whose sums and products are computed as written, in every kernel. Other parts inherit the compiler's
+    freedoms, which are used differently from kernel to kernel, and even between a compiled kernel and one read from
+    disk: numba gives a part without flags those of its first caller."""
     options: dict[str, Any] = {"fastmath": False, "nogil": True, "error_model": "numpy", **BARE}
     return numba.njit(**options)(function)
 
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A kernel with the types of its arguments, as services call it: what can be compiled without calling it.
+    """A kernel with the types of its arguments as services call it, so that it can be compiled without a call.
 
-    A module with kernels has a table `TYPED` of them.
+    Each module with kernels has a table `TYPED` of them.
     """
 
     kernel: Any
@@ -206,18 +206,18 @@ class Typed:
 
     @property
     def folder(self) -> Path | None:
-        """Where it is kept on disk; None where no folder can be written."""
+        """Its folder on disk; None if no folder is writable."""
         kept = self.kernel.stats.cache_path
         return None if kept is None else Path(kept)
 
     @property
     def unkept(self) -> str:
-        """Why what was just compiled could not be kept; empty where it was, or where there is no folder."""
+        """Why the kernel just compiled could not be stored; empty if it was, or if there is no folder."""
         return getattr(self.kernel._cache, "unkept", "")
 
     def load(self) -> bool:
-        """Makes it ready from what is kept on disk; False, and nothing has changed, where nothing is kept that was
-        compiled from this source, for this processor, by this numba."""
+        """Loads it from disk. False, with no effect, if nothing is stored that was compiled from this source, for this
+        processor, by this numba."""
         try:
             with event.install_listener("numba:compile", _Refusal()):
                 self.kernel.compile(self.types)
@@ -229,8 +229,8 @@ class Typed:
         return True
 
     def compile(self) -> None:
-        """Makes it ready, from disk or by compiling it, which takes seconds; then it is kept. Of several processes
-        with one folder, ranks of a group for example, one compiles, and the others load what it has kept."""
+        """Loads it from disk, or compiles it, which takes seconds, and stores it. If several processes share a folder,
+        as ranks of a group do, one compiles and the others load the result."""
         for routine in getattr(self.kernel, "calls", ()):
             Typed(routine, ()).compile()
         if self.load():
@@ -240,7 +240,7 @@ class Typed:
                 self.kernel.compile(self.types)
 
     def compile_unless_another_does(self) -> bool:
-        """The same, but where another process compiles it now: then False, at once."""
+        """The same; but if another process is compiling it, returns False at once."""
         if self.load():
             return True
         with self.alone(0.0) as mine:
@@ -250,9 +250,9 @@ class Typed:
 
     @contextlib.contextmanager
     def alone(self, patience: float | None = None) -> Iterator[bool]:
-        """A block that one process at a time is in, of those that want this kernel in this folder; any, where it cannot
-        be locked, or whoever has the lock is at it for longer than `patience`, in seconds: than any kernel takes, as
-        one that is stopped. The block is given whether nobody else is known to be in it."""
+        """A block that only one process at a time enters for this kernel and folder. It is entered anyway if there is
+        nothing to lock, or if the lock is held for longer than `patience` seconds: longer than any kernel takes, so its
+        holder may be stopped. The block is given whether this process is alone in it, as far as is known."""
         mine = True
         with contextlib.ExitStack() as open_files:
             if self.folder is not None:
@@ -270,8 +270,8 @@ class Typed:
 
 
 def as_compiled(kernels: Iterable[Typed]) -> Iterator[Typed]:
-    """Makes kernels ready and yields each when it is. What another process compiles now comes last: of processes that
-    want the same ones, each compiles some, and loads the others."""
+    """Makes kernels ready and yields each when it is. Those that another process is compiling come last: processes that
+    want the same kernels share the work."""
     later: list[Typed] = []
     for kernel in kernels:
         if kernel.compile_unless_another_does():
@@ -290,8 +290,8 @@ def compile_all(kernels: Iterable[Typed]) -> None:
 
 
 def _lock(file: TextIO, until: float) -> bool:
-    """Locks a file; False where it was another's until that time. Nobody is told when a lock comes free, so it looks
-    again."""
+    """Locks a file; False if another process held it until then. There is no notification of a lock's release, so it
+    polls."""
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -331,7 +331,7 @@ def find(name: str) -> Typed:
 
 
 class _Used(threading.local):
-    """How many threads the kernels take that this thread calls, 0: as many as numba says."""
+    """The number of threads of kernels that this thread calls; 0: numba's default."""
 
     threads = 0
 
@@ -345,12 +345,12 @@ def threads_used() -> int:
 
 
 def use_threads(count: int) -> None:
-    """How many threads the kernels take at most, and torch, in the thread that calls this.
+    """The most threads that kernels, and torch, use when this thread calls them.
 
-    numba starts its threads here, at the latest. It then tells OpenMP, which is torch's as well, to use one for every
-    core from now on; so torch is told last, and nothing tells OpenMP anything after that.
+    numba starts its threads here at the latest. It then sets OpenMP, which torch shares, to one thread per core; so
+    torch is set last, and nothing sets OpenMP after that.
     """
-    import torch  # whoever only compiles needs none of it
+    import torch  # processes that only compile need no torch
 
     _used.threads = min(count, _THREADS)
     numba.set_num_threads(_used.threads)

@@ -1,5 +1,5 @@
-"""Routines: what kernels call by a name of the linker. Each is compiled once for all kernels that call it, and kept on
-disk as they are, so that what many of them need is not compiled with every one."""
+"""Routines: functions that kernels call by symbol. Each is compiled once for all kernels that call it, and cached on
+disk as they are, so that shared code is not compiled with every kernel."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class _Kept(CFunc):
 
 
 class Routine:
-    """A function of whole numbers, addresses among them, that gives nothing back. `Typed` takes it as a kernel of no
-    types. `parallel` and `made_of` are as for `compiled`; `mark` tells those apart that are of one function."""
+    """A function of integers, addresses among them, without a result. `Typed` takes it as a kernel without types.
+    `parallel` and `made_of` are as in `compiled`; `mark` distinguishes routines of the same function."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Routine:
         )
         self.symbol = f"{ROUTINE}{self.py_func.__module__}.{self.py_func.__qualname__}"
         self.signatures: list[Any] = []
-        """One where it is ready, as a kernel has them."""
+        """One signature once it is ready, as kernels have them."""
         self._takes = types.UniTuple(types.intp, len(inspect.signature(function).parameters))
         options = {"nopython": True, "parallel": parallel, "fastmath": FREEDOMS, "error_model": "numpy"}
         self._compiled = cast(Any, _Kept(self.py_func, (self._takes.types, types.void), {}, options, KernelCompiler))
@@ -60,7 +60,7 @@ class Routine:
         self._cache = self._compiled._cache
         self.stats = SimpleNamespace(cache_path=self._cache.cache_path)
         self.call: Any = intrinsic(self._called)
-        """What kernels call it by, with a tuple of what it takes."""
+        """The function that kernels call, with a tuple of arguments."""
 
     def compile(self, _: tuple[Any, ...] = ()) -> None:
         """Makes it ready, from disk or by compiling it, for this process and every kernel that calls it."""
@@ -71,7 +71,7 @@ class Routine:
         self.signatures.append(self._takes.types)
 
     def _called(self, _: Any, given: Any) -> Any:
-        """Calls it with a tuple of what it takes."""
+        """Calls it with a tuple of arguments."""
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Value:
             self.compile()
@@ -83,7 +83,7 @@ class Routine:
 
 
 def _call_work(_: Any, _work: Any, _index: Any, _given: Any) -> Any:
-    """Calls what lies at an address with a number and another address."""
+    """Calls the function at an address with a number and another address."""
 
     def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Value:
         builder.call(builder.inttoptr(values[0], _WORK.as_pointer()), values[1:])
@@ -93,8 +93,8 @@ def _call_work(_: Any, _work: Any, _index: Any, _given: Any) -> Any:
 
 
 def _count_threads(_: Any) -> Any:
-    """How many threads a parallel loop has, as numba's own loops ask. What `numba.get_num_threads` is compiled to
-    cannot be kept on disk."""
+    """The number of threads of a parallel loop, as numba's own loops find it. The compiled form of
+    `numba.get_num_threads` cannot be cached on disk."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _values: Any) -> Value:
         return builder.call(declared(builder, "get_num_threads", WORD, []), [])
@@ -108,7 +108,7 @@ count_threads: Any = intrinsic(_count_threads)
 
 @inner
 def _call_all(thread: Any, counts: Any, work: Any, given: Any, count: Any) -> None:
-    """What a thread does of `_start`."""
+    """One thread's part of `_start`."""
     index = take(counts, 0, thread, count)
     while index >= 0:
         call_work(work, index, given)
@@ -116,7 +116,7 @@ def _call_all(thread: Any, counts: Any, work: Any, given: Any, count: Any) -> No
 
 
 def _start(work: Any, given: Any, count: Any) -> None:
-    """Calls what lies at the address `work` with each number below `count`, on all threads, which `take` them."""
+    """Calls the function at the address `work` with each number below `count`, on all threads, which `take` them."""
     threads = min(count_threads(), count)
     counts = counts_of(1, threads)
     for thread in numba.prange(threads):
@@ -124,11 +124,11 @@ def _start(work: Any, given: Any, count: Any) -> None:
 
 
 def _parallel_for(context: Any, work: Any, given: Any, _count: Any) -> Any:
-    """Calls a part of the kernel, `work`, with each number below `count` and a tuple of what else it takes, on all
-    threads; returns when all calls have. A thread that other programs keep waiting has the others do its share. What
-    `numba.prange` does is compiled four times, what this does twice.
+    """Calls `work`, a part of the kernel, with each number below `count` and a tuple of other arguments, on all
+    threads; returns when all calls have returned. If other programs keep a thread waiting, the others do its share. The
+    body of `numba.prange` is compiled four times, that of this twice.
 
-    Raises MemoryError where one had no memory.
+    Raises MemoryError if a call ran out of memory.
     """
     resolved = work.get_call_type(context, (types.intp, *map(types.unliteral, given.types)), {})
     taken = types.Tuple(resolved.args[1:])
@@ -154,7 +154,8 @@ def _parallel_for(context: Any, work: Any, given: Any, _count: Any) -> Any:
 
 
 def _write_work(context: Any, function: Any, compiled: Any, signature: Any, place: Any) -> None:
-    """What threads call: it takes arguments, and where to say that it failed, from an address."""
+    """Writes the function that threads call: it loads the arguments, and the place to report a failure, from an
+    address."""
     index, given = function.args
     builder = ir.IRBuilder(function.append_basic_block())
     arguments, failed = cgutils.unpack_tuple(builder, builder.load(builder.inttoptr(given, place)))
@@ -166,7 +167,7 @@ def _write_work(context: Any, function: Any, compiled: Any, signature: Any, plac
 
 
 START = Routine(_start, parallel=True, made_of=[phases, vectors])
-"""Which every kernel calls that calls `parallel_for`."""
+"""Called by every kernel that calls `parallel_for`."""
 parallel_for: Any = intrinsic(_parallel_for)
 
 

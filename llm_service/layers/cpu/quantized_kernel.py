@@ -28,11 +28,11 @@ _STRETCH = 64
 FEW = panel_kernel.FEW if wide_vectors() else AT_A_TIME
 """Rows that are multiplied with numbers as they are stored."""
 _MOST = 84 * TOGETHER
-"""Rows whose sums one task keeps at most: 126 KiB, in a second-level cache."""
+"""The most rows whose sums one task holds: 126 KiB, in a second-level cache."""
 _AT_ONCE = 4 * _MOST
-"""Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
+"""Rows that are computed in one pass; they are packed first, which takes memory."""
 FLOAT32, FLOAT16, BFLOAT16, E4M3, INT8, NIBBLES, E2M1 = range(7)
-"""What numbers and scales are stored in: see `QuantizedPanels`."""
+"""Storage formats of numbers and scales: see `QuantizedPanels`."""
 _FLOAT16, _BFLOAT16, _E4M3 = np.empty(0, np.uint16), np.empty(0, np.int16), np.empty(0, np.uint8)
 _INT8, _NIBBLES, _E2M1 = np.empty(0, np.int8), np.empty(0, np.int32), np.empty(0, np.int64)
 """The same as intrinsics know it, by an array's type."""
@@ -168,7 +168,7 @@ def _many(
 
 @inner
 def _pack_row(packed: Any, x: Any, order: Any, row: Any) -> None:
-    """float32 packed [stretches, m, 64], x [m, k]: a row's numbers by stretches, in an order if there is one."""
+    """Packs a row of x [m, k] into float32 packed [stretches, m, 64], in `order` if there is one."""
     inputs = x.shape[1]
     for stretch in range(packed.shape[0]):
         begin = stretch * _STRETCH
@@ -202,7 +202,7 @@ def _work(
     order: Any,
     most: Any,
 ) -> None:
-    """What a thread does of `_product`."""
+    """One thread's part of `_product`."""
     codes, form, scale, kind, zero, unit = weight
     rows = x.shape[0]
     row = take(counts, 0, thread, rows)
@@ -283,8 +283,8 @@ def in_goes(
     outputs: int,
     tasks: Callable[[int, int, int], tuple[int, ...]],
 ) -> Array:
-    """See `product`: by a kernel that takes numbers of x as of that type, so many rows in one go, and what `tasks` says
-    of their number, the panels' and the threads'."""
+    """See `product`: computes `at_once` rows per pass with a kernel that takes x as this dtype, and with what `tasks`
+    returns for the numbers of rows, panels and threads."""
     codes = weight[0]
     if x.ndim != 2 or x.shape[1] != codes.shape[1] or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {codes.shape[1]} inputs")

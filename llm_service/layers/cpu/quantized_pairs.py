@@ -25,13 +25,13 @@ from llm_service.layers.cpu.quantized_kernel import E4M3, INT8, NIBBLES, Weight,
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of words, half of most first-level caches."""
 FEW = 2 * TOGETHER
-"""Rows that are multiplied with numbers as they are stored: what makes words of them is done for each six rows."""
+"""Up to so many rows are multiplied with numbers as they are stored; they are converted to words for each six rows."""
 SHORTEST = 32
 """Inputs of a group at the least: for shorter ones scales cost as much as products."""
 _E4M3, _INT8 = (np.empty(0, np.uint8),), (np.empty(0, np.int8),)
 _NIBBLES, _E2M1 = (np.empty(0, np.int32),), (np.empty(0, np.int64),)
 _PAIRS = np.empty(0, np.uint64)
-"""What numbers are stored in, as intrinsics know it: the first four are `Paired`."""
+"""The storage format, as intrinsics know it; the first four are `Paired`."""
 
 
 @numba.njit(inline="always")
@@ -145,7 +145,7 @@ def _work(
     order: Any,
     most: Any,
 ) -> None:
-    """What a thread does of `_product`."""
+    """One thread's part of `_product`."""
     codes, form, scale, kind, zero, unit = weight
     rows = x.shape[0]
     row = take(counts, 0, thread, rows)
@@ -208,8 +208,8 @@ def fits(ends: Array) -> bool:
 
 
 def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array | None, outputs: int) -> Array:
-    """As `quantized_kernel.product`, for groups that fit, but that rows are rounded to bfloat16.
+    """As `quantized_kernel.product`, for groups that fit, with rows rounded to bfloat16.
 
-    Raises ValueError where x has another shape or type.
+    Raises ValueError where x has another shape or dtype.
     """
     return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, rows_of_task)

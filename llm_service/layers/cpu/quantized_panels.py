@@ -1,4 +1,5 @@
-"""Quantised weights on a CPU in panels of 64 outputs, which our kernel multiplies with as they are."""
+"""Quantised weights on a CPU in panels of 64 outputs, which our kernels multiply without dequantising them in
+memory."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from llm_service.layers.cpu.quantized_kernel import BFLOAT16, E2M1, E4M3, FLOAT1
 from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight, table
 
 _AT_ONCE = 64
-"""Panels that are laid out, or widened by torch, at a time, so that this takes little memory beside the weight's."""
+"""Panels that are laid out, or dequantised by torch, at a time, so that this takes little memory beside the
+weight's."""
 _LINE = 16
-"""Bytes of two numbers each: sixteen outputs have their lower halves, the sixteen after those the upper ones."""
+"""Bytes of two numbers each: the lower halves are sixteen outputs, the upper halves the next sixteen."""
 _FORMS = {
     Number.E4M3: E4M3,
     Number.INT8: INT8,
@@ -31,11 +33,11 @@ _FORMS = {
     Number.E2M1: E2M1,
 }
 _SCALES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16, torch.float8_e4m3fn: E4M3}
-"""The kernel's names of what numbers and scales are stored in."""
+"""The kernel's names for the dtypes of numbers and scales."""
 _SHARE = {Number.E4M3: 2.0**-8, Number.E2M1: 2.0**-14}
-"""What the kernel takes such a number for, as a part of it, since a float16's exponent begins elsewhere."""
+"""The factor by which the kernel reads such numbers, since a float16's exponent has another bias."""
 _SIGN = 0x80
-"""What is taken from a byte, which then has a sign."""
+"""Subtracted from unsigned bytes, to make them signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,9 @@ class QuantizedPanels:
     def of(
         cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None, *, bfloat16: bool = False
     ) -> QuantizedPanels | None:
-        """Lays out weights over the same inputs, one below the other; `order` int64 [outputs] says where each of their
-        outputs goes. With `bfloat16` rows are rounded to that where products are faster so. None where they are not
-        quantised alike, or the kernel does not compute here. Raises ValueError where a weight is not a number."""
+        """Concatenates the outputs of weights over the same inputs, in panels; `order` int64 [outputs] says where each
+        output goes. With `bfloat16`, rows are rounded to bfloat16 if products are faster that way. None if the weights
+        are not quantised alike, or the kernel does not run here. Raises ValueError if a weight is not a number."""
         if not _fits(parts[0]) or (whole := GroupedWeight.of(parts, order)) is None:
             return None
         unit = whole.unit / _SHARE.get(whole.number, 1.0)
@@ -154,14 +156,15 @@ class QuantizedPanels:
         return numbers[: self.outputs - first * WIDTH]
 
     def _by_torch(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """The product while our kernel is not there: some panels at a time are made float32 in memory, for each."""
+        """The product while our kernel is not compiled: some panels at a time are dequantised to float32, for each
+        product anew."""
         every = [self.wide(first, first + _AT_ONCE) for first in range(0, len(self.codes), _AT_ONCE)]
         out = torch.cat([functional.linear(rows, each) for each in every], dim=1)
         return out if bias is None else out + bias
 
 
 def _fits(weight: QuantizedWeight) -> bool:
-    """Whether there is a kernel for it, here."""
+    """Whether there is a kernel for it on this processor."""
     here = weight.codes.device.type == "cpu" and selection.fused_vectors() and selection.allows_panels()
     return here and weight.number in _FORMS
 

@@ -1,6 +1,6 @@
-"""A product with quantised weights in panels by tiles, in bfloat16, compiled by numba for processors with AMX. Numbers
-of 8 and 4 bits are bfloat16 without loss, so rows alone are rounded. A stretch of a panel becomes words in the
-first-level cache, which all rows go through; a group's sums, in float32, are multiplied with its scale after that."""
+"""Products with quantised weights in panels by tiles, in bfloat16, compiled by numba for processors with AMX. bfloat16
+holds 8-bit and 4-bit numbers without loss, so only rows are rounded. A stretch of a panel is converted to words in the
+first-level cache and multiplied with all rows; then a group's float32 sums are multiplied with its scale."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from llm_service.layers.cpu.quantized_pairs import widen
 _STEP = 2 * BLOCK
 """Inputs of one product by tiles."""
 _STRETCH = 4 * _STEP
-"""Inputs that all rows go through before the next: 16 KiB of words, so that rows and sums have room beside them."""
+"""Inputs that are multiplied with all rows before the next ones: 16 KiB of words, which leaves room for rows and
+sums."""
 _TURN = 2 * BLOCK
-"""Rows whose sums with a group are scaled before the next are multiplied."""
+"""Rows whose sums of a group are scaled before the next rows are multiplied."""
 _MOST = 26 * BLOCK
 """Rows of a task at most: the more, the less often numbers become words."""
 _TOGETHER = 2
-"""Panels of a task whose rows do not stay in a second-level cache as a whole."""
+"""Panels of a task whose rows do not all fit into a second-level cache."""
 AT_ONCE = 5 * _MOST
-"""Rows that are computed in one go, since their numbers are put side by side first, which takes memory."""
+"""Rows that are computed in one pass; they are packed first, which takes memory."""
 
 
 @inner
@@ -86,7 +87,8 @@ def _multiply(
                 fresh, whole = start + at == (ends[group - 1] if group else 0), start + end == ends[group]
                 if whole:
                     scales, zeros = group_constants(both, scale, kind, zero, group, panel, codes.shape[0])
-                # Sums of a group that is in one stretch need not outlive a few rows' products, nor leave the cache.
+                # The sums of a group within one stretch are needed only for a few rows' products, and stay in the
+                # cache.
                 turn = _TURN if fresh and whole else padded
                 for row in range(0, padded, turn):
                     some = min(turn, padded - row)
@@ -142,7 +144,7 @@ def _work(
     order: Any,
     size: Any,
 ) -> None:
-    """What a thread does of `_product`."""
+    """One thread's part of `_product`."""
     codes, form, scale, kind, zero, unit = weight
     rows = x.shape[0]
     row = take(counts, 0, thread, rows)
@@ -203,7 +205,7 @@ def fits(ends: Array) -> bool:
 def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array | None, outputs: int) -> Array:
     """As `quantized_pairs.product`, by tiles, for groups that fit.
 
-    Raises ValueError where x has another shape or type.
+    Raises ValueError where x has another shape or dtype.
     """
     together = 1 if len(x) * x.shape[-1] * FLOAT // 2 <= KEPT else _TOGETHER
 
