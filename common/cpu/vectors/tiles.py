@@ -1,4 +1,4 @@
-"""Products of pairs of bfloat16, and of quads of 8-bit integers, by tiles (AMX): eight registers of up to 16 rows of one
+"""Products of pairs of bfloat16, and of quads of 8-bit integers, by tiles (AMX): eight registers of up to 16 rows of a
 line. Callers have asked `common.hardware.multiplies_tiles` first: Linux ends a process that uses tiles unpermitted."""
 
 from __future__ import annotations
