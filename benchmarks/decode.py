@@ -35,6 +35,7 @@ from llm_service.layers.linear.weight_dtype import W8A8
 from llm_service.model_config.adapter_folder import Adaptable, Adapter, read
 from llm_service.model_config.text import TextConfig
 from llm_service.models.loader import load_decoder
+from llm_service.models.quantization_config import Scheme
 from llm_service.plan import Chunk, Draw, StateCopies, StepAdapters, StepPlan
 from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
@@ -81,6 +82,8 @@ def main() -> None:
     print("| | " + " | ".join(f"{batch} sequences" for batch in _BATCHES) + " |\n" + "|---" * (1 + len(_BATCHES)) + "|")
     print("| transformers | " + " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in peer) + " |")
     short = ["int8", W8A8] if selection.computes_bytes() else ["int8"]
+    if Scheme.of(Checkpoint(folder).config) is not None:
+        short = []  # the checkpoint's own weights are quantised already
     for attention, weights in (("torch", ""), ("numba", ""), *(("numba", each) for each in short)):
         ours = [_least(step, given.steps) for step in _ours(folder, contexts, attention, weights, dtype)]
         cells = [f"{1e3 * mine:.1f} ms ({mine / other:.2f})" for mine, other in zip(ours, peer, strict=True)]
