@@ -99,7 +99,7 @@ class Generations:
                     failure = connection_lost(begun=one.answer.begun)
                 except _OtherAnswer as other:
                     failure = None
-                    _log.info("a service does not continue an answer", address=service.address, why=str(other))
+                    _log.info("a service does not continue an answer", address=service.address, cause=str(other))
                 finally:
                     service.in_flight -= 1
                     call.cancel()
@@ -351,7 +351,7 @@ class _Generation:
                 self._unfit.append(service)
                 self._handovers += 1
         if failure:
-            _log.info("a service does not continue an answer", address=service.address, why=failure.reason)
+            _log.info("a service does not continue an answer", address=service.address, reason=failure.reason)
 
     async def _successor(self, pause: _Pause) -> LlmService:
         """A service that can go on, as it has just said; it is waited for."""
@@ -378,7 +378,7 @@ class _Generation:
         _log.warning(
             "an answer continues elsewhere",
             left=pause.address,
-            why=pause.failure.reason,
+            reason=pause.failure.reason,
             to=service.address,
             tokens=sum(map(len, self.answer.tokens.values())),
             seconds=round(now - pause.begun, 3),
@@ -391,7 +391,7 @@ class _Generation:
         _log.warning(
             "an answer cannot be continued",
             left=pause.address,
-            why=pause.failure.reason,
+            reason=pause.failure.reason,
             outcome=outcome,
             seconds=round(seconds, 3),
         )

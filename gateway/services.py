@@ -409,7 +409,7 @@ class LlmServices:
         others = self.fitting(model, offered) if len(offered) < _OFFERS else []
         if not others or not may_fare_better(failure):
             raise failure
-        _log.info("a request is sent elsewhere", address=offered[-1].address, why=failure.reason)
+        _log.info("a request is sent elsewhere", address=offered[-1].address, reason=failure.reason)
         return self.choose(key, others)
 
     def choose(self, key: bytes, fitting: Sequence[LlmService]) -> LlmService:

@@ -46,7 +46,7 @@ class Reranker:
             why = "its two tokens are not known"
         else:
             return cls(*found)
-        _log.warning("a reranker is not served as a reranker", why=why)
+        _log.warning("a reranker is not served as a reranker", cause=why)
         return None
 
 

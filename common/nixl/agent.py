@@ -189,7 +189,7 @@ class NixlAgent:
                 while True:
                     self._hear(await child.receive())
             except ChildDied as death:
-                _log.error("the NIXL agent's process has ended", why=str(death))
+                _log.error("the NIXL agent's process has ended", cause=str(death))
             self._child = self.memory = None
             try:
                 if found := await child.post_mortem():
@@ -228,4 +228,4 @@ class NixlAgent:
             try:
                 await self._begin()
             except NixlError as error:
-                _log.error("no NIXL agent", why=str(error), retry_seconds=backoff.seconds)
+                _log.error("no NIXL agent", cause=str(error), retry_seconds=backoff.seconds)

@@ -275,7 +275,7 @@ class Dispatcher:
                         unit.done.set_result(None)
             case BatchFailed():
                 units = slot.take(answer.pieces)
-                _log.error("a batch failed", worker=slot.index, why=answer.why, units=len(units))
+                _log.error("a batch failed", worker=slot.index, cause=answer.why, units=len(units))
                 for unit in units:
                     unit.give_up_copy()
                 self._split(units, alone=alone)

@@ -207,7 +207,7 @@ class SharedStore:
             return None
 
     async def _discard(self, key: bytes, why: Garbage) -> None:
-        _log.warning("the shared store holds something else", why=str(why))
+        _log.warning("the shared store holds other bytes than asked for", cause=str(why))
         self.counts["garbage"] += 1
         await self._delete(_rows_name(key))
 

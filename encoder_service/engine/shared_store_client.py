@@ -191,4 +191,4 @@ class SharedStoreClient:
 
     def _note(self, error: Exception) -> None:
         self.counts["errors"] += 1
-        _log.warning("the shared store failed", why=type(error).__name__, left_alone=self.breaker.is_open)
+        _log.warning("the shared store failed", cause=type(error).__name__, left_alone=self.breaker.is_open)

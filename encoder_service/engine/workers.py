@@ -229,7 +229,7 @@ class Workers:
                 while True:
                     self._on_reply(slot, await slot.child.receive())
             except ChildDied as death:
-                _log.error("a worker died", worker=slot.index, why=str(death), units=len(slot.batch))
+                _log.error("a worker died", worker=slot.index, cause=str(death), units=len(slot.batch))
             self._pools.lose(slot.pool)
             child, slot.child = slot.child, None
             if found := await child.post_mortem():
@@ -245,6 +245,6 @@ class Workers:
             try:
                 await self._start(slot)
             except (ChildDied, WorkerError, OSError) as error:
-                _log.error("a worker does not start", worker=slot.index, why=str(error), retry_seconds=backoff.seconds)
+                _log.error("a worker does not start", worker=slot.index, cause=str(error), retry_seconds=backoff.seconds)
         _log.info("a worker is back", worker=slot.index)
         self._on_ready(slot)

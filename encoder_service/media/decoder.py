@@ -175,11 +175,11 @@ class DecoderPool:
                 struck, slow = struck or error.stopped, slow or not error.stopped
                 continue
             except ChildDied as error:
-                _log.warning("a decode process died", why=str(error), attempt=attempt)
+                _log.warning("a decode process died", cause=str(error), attempt=attempt)
                 struck = struck or isinstance(error, _Struck)
                 continue
             if isinstance(answer, Refused):
-                _log.info("media refused", why=answer.why)
+                _log.info("media refused", cause=answer.why)
                 raise _refusal(answer, field)
             return answer
         if struck:

@@ -131,7 +131,7 @@ class Fetcher:
         except (TimeoutError, httpcore2.TimeoutException):
             raise _too_late(asked) from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError) as error:
-            _log.info("a media host failed", host=address.host, why=type(error).__name__)
+            _log.info("a media host failed", host=address.host, cause=type(error).__name__)
             raise _failed("the media host cannot be reached, or broke off", field) from None
 
     async def _follow(self, address: Address, asked: _Asked) -> bytearray:

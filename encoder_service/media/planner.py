@@ -173,7 +173,7 @@ class HfPlanner:
             async with asyncio.timeout(self._times.answer):
                 answer = await self._child.receive()
         except (ChildDied, TimeoutError, OSError) as error:
-            _log.error("the planner is lost", why=str(error) or "it takes too long")
+            _log.error("the planner is lost", cause=str(error) or "it takes too long")
             await self._lose()
             why = "the process that plans items has ended; another one is started"
             raise Unavailable(why, reason="NO_DECODER") from None
@@ -181,7 +181,7 @@ class HfPlanner:
             return answer
         if isinstance(answer, WrongLength):
             raise _wrong_length(field, too_long=answer.too_long)
-        _log.info("an item cannot be planned", why=getattr(answer, "why", "?"))
+        _log.info("an item cannot be planned", cause=getattr(answer, "why", "?"))
         why = "the model takes no item of this size or length, or of so many frames, or of so many a second"
         raise InvalidInput(why, reason="MEDIA_UNREADABLE", field=field)
 

@@ -130,7 +130,7 @@ class DecodeProcesses:
             try:
                 await self.add()
             except (ChildDied, OSError) as error:
-                _log.error("a decode process does not start", why=str(error), retry_seconds=backoff.seconds)
+                _log.error("a decode process does not start", cause=str(error), retry_seconds=backoff.seconds)
                 self._note(self._missing | {gone})
             else:
                 self._note(self._missing - {gone})
@@ -155,7 +155,7 @@ class DecodeProcesses:
             raise ChildDied("a decode process did not start")
         if answer.unconfined and not self._unconfined:
             self._unconfined = answer.unconfined
-            _log.warning("decode processes are limited, but not confined by seccomp", why=answer.unconfined)
+            _log.warning("decode processes are limited, but not confined by seccomp", cause=answer.unconfined)
 
 
 class _Idle:

@@ -327,12 +327,12 @@ def _tried(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *
         backend = _made(name, wait=wait)
         found = backend.over(lengths, device)(q, k, v)
     except Exception as error:  # noqa: BLE001 - whatever a kernel fails with, the next back end may do
-        _log.warning("an attention back end does not run here", backend=name, why=str(error)[:500])
+        _log.warning("an attention back end does not run here", backend=name, cause=str(error)[:500])
         return None
     difference = (found.float() - Sdpa().over(lengths, device)(q, k, v).float()).abs().max().item()
     if difference < _AGREEMENT:
         return backend
-    _log.warning("an attention back end computes something else", backend=name, difference=difference)
+    _log.warning("an attention back end computes wrong results", backend=name, difference=difference)
     return None
 
 

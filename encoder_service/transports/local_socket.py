@@ -61,7 +61,7 @@ class LocalSocket:
             try:
                 link, _ = await loop.sock_accept(self._server)
             except OSError as error:  # for example, no descriptor is free: the new connection waits for a moment
-                _log.error("a local reader cannot be accepted", why=type(error).__name__)
+                _log.error("a local reader cannot be accepted", cause=type(error).__name__)
                 await asyncio.sleep(_PAUSE)
                 continue
             grant = secrets.token_bytes(GRANT_BYTES)

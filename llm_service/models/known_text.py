@@ -36,7 +36,7 @@ def known_text(
     if group.rank == 0:
         kind = hf.text.get("model_type", "?")
         if found is None:
-            _log.info("transformers computes the text", kind=kind, why=why)
+            _log.info("transformers computes the text", kind=kind, cause=why)
         else:
             _log.info("our decoder computes the text", kind=kind)
     return found

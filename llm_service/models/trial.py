@@ -166,7 +166,7 @@ def _tried(name: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        _log.warning("a model cannot be tried", kind=name, why=f"{type(error).__name__}: {error}")
+        _log.warning("a model cannot be tried", kind=name, cause=f"{type(error).__name__}: {error}")
         raise CheckpointError(f"{name} cannot be tried: a small model of its configuration does not run") from error
 
 

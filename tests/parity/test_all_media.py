@@ -128,7 +128,7 @@ def test_a_text_with_norms_over_all_heads_is_that_of_transformers(tmp_path: Path
     (folder / "config.json").write_text(json.dumps(config))
     with capture_logs() as told:
         assert known_text(Checkpoint(folder), describe(folder)) is None
-    assert [line["why"] for line in told] == [
+    assert [line["cause"] for line in told] == [
         "layers.0.self_attn.q_norm.weight does not fit the model: it is (64,), expected (16,)"
     ]
 

@@ -330,7 +330,7 @@ def test_a_text_that_asks_for_what_our_decoder_lacks_is_that_of_transformers(tmp
     with capture_logs() as told:
         assert known_text(Checkpoint(folder), served.found) is None
     why = "activation gelu is not supported"
-    assert [(line["event"], line["why"]) for line in told] == [("transformers computes the text", why)]
+    assert [(line["event"], line["cause"]) for line in told] == [("transformers computes the text", why)]
 
 
 def test_a_text_of_which_our_decoder_gives_other_logits_is_that_of_transformers(
@@ -345,7 +345,7 @@ def test_a_text_of_which_our_decoder_gives_other_logits_is_that_of_transformers(
         assert known_text(Checkpoint(llava), served.found) is None
         decoder = Served.of(llava).engine().decoder
     assert isinstance(decoder, HfDecoder)
-    said = [line["why"] for line in told if line["event"] == "transformers computes the text"]
+    said = [line["cause"] for line in told if line["event"] == "transformers computes the text"]
     assert len(said) == 2
     assert all(why.startswith("the logits of our decoder are not transformers': they differ by ") for why in said)
 
@@ -356,7 +356,7 @@ def test_where_another_rank_cannot_transformers_computes_on_all(
     monkeypatch.setattr(TensorGroup, "all_reduce_min", lambda _, number: 0)
     with capture_logs() as told:
         assert known_text(Checkpoint(llava), served.found) is None
-    assert [line["why"] for line in told] == ["another rank cannot"]
+    assert [line["cause"] for line in told] == ["another rank cannot"]
 
 
 def test_a_text_that_computes_otherwise_is_that_of_transformers(

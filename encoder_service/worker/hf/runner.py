@@ -113,7 +113,8 @@ class HfRunner(Runner):
             tried.add(made[0].shape)
             if why := why_apart(self._tower_of_items, made, tokens[0], exact=self.device.type == "cpu"):
                 break
-        _log.info("items of one shape", modality=modality, together=not why, **({"why": why} if why else {}))
+        how = {"together": False, "cause": why} if why else {"together": True}
+        _log.info("how items of one shape are computed", modality=modality, **how)
         return not why
 
     @torch.inference_mode()

@@ -34,7 +34,7 @@ def choose(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.devic
         if not isinstance(found, str) and (device.type == "cpu" or each == "torch" or runs(each, shape, dtype, device)):
             return found
         if isinstance(found, str) and each != "flash":  # flash is a package of its own
-            _log.info("an attention back end is not used", backend=each, why=found)
+            _log.info("an attention back end is not used", backend=each, cause=found)
     raise AssertionError("torch computes everywhere")
 
 

@@ -251,7 +251,7 @@ class HfDecoder:
                 f"--attention {self._attention} is not for this model, which transformers computes: {why}"
             )
         if why:
-            _log.info("torch computes attention", why=why)
+            _log.info("torch computes attention", cause=why)
         return why
 
     def kernels(self) -> set[str]:

@@ -176,7 +176,7 @@ async def test_where_the_kernel_confines_nobody_it_is_said_once_and_all_goes_on(
         await processes.start()
         assert isinstance(await processes.take(b""), Unconfined)
         await processes.stop()
-    assert [(each["log_level"], each["why"]) for each in logs] == [("warning", "seccomp: Function not implemented")]
+    assert [(each["log_level"], each["cause"]) for each in logs] == [("warning", "seccomp: Function not implemented")]
 
 
 def test_an_unknown_machine_is_not_confined(monkeypatch):
