@@ -217,6 +217,7 @@ class _Generation:
         self._most = owner.limits.most
         if request.HasField("max_handovers"):
             self._most = min(self._most, request.max_handovers)
+        self._size = 0  # bytes of the request as it was last sent
         self._kept = 0
         self._handovers = 0
         self._resumed = 0  # choices that the current service was told about
@@ -254,10 +255,10 @@ class _Generation:
             self._resumed = len(self._request.resume)
         else:
             self._offered.append(service)
-        stated = (STATED, str(self._request.ByteSize()))
-        call = service.channels.generate(
-            Outgoing(self._request), timeout=seconds, metadata=self._services.metadata_for((*self._metadata, stated))
-        )
+        outgoing = Outgoing(self._request)
+        self._size = outgoing.size
+        told = (*self._metadata, (STATED, str(outgoing.size)))
+        call = service.channels.generate(outgoing, timeout=seconds, metadata=self._services.metadata_for(told))
         service.in_flight += 1
         log.bind(llm=service.address)
         return call
@@ -286,10 +287,9 @@ class _Generation:
     def _keep(self) -> None:
         """Keeps the request for another service, if a handover is allowed and there is room."""
         assert self._request is not None
-        size = self._request.ByteSize()
-        if self._most and self._owner.kept_bytes + size <= self._owner.limits.kept_bytes:
-            self._kept = size
-            self._owner.kept_bytes += size
+        if self._most and self._owner.kept_bytes + self._size <= self._owner.limits.kept_bytes:
+            self._kept = self._size
+            self._owner.kept_bytes += self._size
         else:
             self._request = None
 

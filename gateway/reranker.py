@@ -76,15 +76,16 @@ def _request(asked: ScoringFields, name: str, messages: Sequence[Message], token
     sampling = llm_pb2.SamplingParams(
         max_tokens=1, temperature=0.0, repetition_penalty=1.0, logprobs=_LIKELIEST, logit_bias={token: _CERTAIN}
     )
-    return llm_pb2.GenerateRequest(
+    request = llm_pb2.GenerateRequest(
         request_id=name,
         model=asked.model or "",
-        chat=conversation.chat_input(messages, asked.mm_processor_kwargs, None, "messages"),
         sampling=sampling,
         cache_salt=asked.cache_salt or "",
         priority=asked.priority or 0,
         max_handovers=asked.max_handovers,
     )
+    conversation.fill_chat(request.chat, messages, asked.mm_processor_kwargs, None, "messages")
+    return request
 
 
 async def judged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from common.aio import tasks
 from twinlens.v1 import llm_pb2
@@ -18,36 +19,52 @@ Request = llm_pb2.GenerateRequest | llm_pb2.EmbedRequest
 
 async def key_of(request: Request) -> bytes:
     """The routing key; in a thread if there are megabytes to hash."""
-    return await tasks.to_thread(routing_key, request) if request.ByteSize() > _LARGE else routing_key(request)
+    beginning = _beginning(request)
+    if sum(map(len, beginning)) > _LARGE:
+        return await tasks.to_thread(_digest, beginning)
+    return _digest(beginning)
 
 
 def routing_key(request: Request) -> bytes:
     """The conversation's name; or else the tenant, the prompt up to the first question's end, and the first of its
     media as it is given."""
+    return _digest(_beginning(request))
+
+
+def _digest(beginning: Sequence[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for piece in beginning:
+        digest.update(piece)
+    return digest.digest()
+
+
+def _beginning(request: Request) -> list[bytes]:
+    """What `routing_key` hashes. protobuf finds a request's size by serialising all of it, so nobody asks for that."""
     if isinstance(request, llm_pb2.GenerateRequest) and request.session_id:
-        return hashlib.sha256(f"session\0{request.cache_salt}\0{request.session_id}".encode()).digest()
-    digest = hashlib.sha256(f"prompt\0{request.cache_salt}\0".encode())
+        return [f"session\0{request.cache_salt}\0{request.session_id}".encode()]
+    found = [f"prompt\0{request.cache_salt}\0".encode()]
     match request.WhichOneof("input"):
         case "chat":
             room = _CHARACTERS
             for message in request.chat.messages:
-                for part in message.parts:
-                    digest.update(part.text[:room].encode())
-                    room -= len(part.text[:room])
+                for part in message.parts if room else ():
+                    text = part.text[:room]
+                    found.append(text.encode())
+                    room -= len(text)
                 if message.role == "user":
                     break
             media = (
                 part.media for message in request.chat.messages for part in message.parts if part.HasField("media")
             )
             if (first := next(media, None)) is not None:
-                digest.update(first.SerializeToString(deterministic=True))
+                found.append(first.SerializeToString(deterministic=True))
         case "text":
-            digest.update(request.text.prompt[:_CHARACTERS].encode())
+            found.append(request.text.prompt[:_CHARACTERS].encode())
         case "tokens":
-            digest.update(repr(request.tokens.ids[:_TOKENS]).encode())
+            found.append(repr(request.tokens.ids[:_TOKENS]).encode())
         case "transcription":
             assert isinstance(request, llm_pb2.GenerateRequest)
-            digest.update(request.transcription.audio.SerializeToString(deterministic=True))
+            found.append(request.transcription.audio.SerializeToString(deterministic=True))
         case _:
             pass
-    return digest.digest()
+    return found

@@ -75,16 +75,19 @@ Metadata = Sequence[tuple[str, str]]
 
 
 class Outgoing:
-    """A request on its way out. gRPC keeps its argument until the call ends, so this holds next to nothing."""
+    """A request on its way out, of `size` bytes. gRPC keeps its argument until the call ends, so this holds next to
+    nothing once it is sent."""
 
     def __init__(self, request: llm_pb2.GenerateRequest) -> None:
-        self._request: llm_pb2.GenerateRequest | None = request
+        serialized = request.SerializeToString()
+        self.size = len(serialized)
+        self._serialized: bytes | None = serialized
 
     def serialize(self) -> bytes:
         """The request, once."""
-        request, self._request = self._request, None
-        assert request is not None
-        return request.SerializeToString()
+        serialized, self._serialized = self._serialized, None
+        assert serialized is not None
+        return serialized
 
 
 class LlmChannels:

@@ -245,6 +245,7 @@ class Workers:
             try:
                 await self._start(slot)
             except (ChildDied, WorkerError, OSError) as error:
-                _log.error("a worker does not start", worker=slot.index, cause=str(error), retry_seconds=backoff.seconds)
+                why = str(error)
+                _log.error("a worker does not start", worker=slot.index, cause=why, retry_seconds=backoff.seconds)
         _log.info("a worker is back", worker=slot.index)
         self._on_ready(slot)

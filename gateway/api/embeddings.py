@@ -138,7 +138,8 @@ class Embeddings:
             at = _at("messages", number, len(chats))
             if asked.continue_final_message:
                 messages = _without_empty_answer(messages)
-            chat = conversation.chat_input(messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, at)
+            chat = llm_pb2.ChatInput()
+            conversation.fill_chat(chat, messages, asked.mm_processor_kwargs, asked.chat_template_kwargs, at)
             found[at] = {"chat": chat}
         return found
 

@@ -168,7 +168,7 @@ def _embed_request(asked: ScoringFields, name: str, at: str, document: Document)
     if isinstance(document, ContentDocument):
         message = chat_request.Message(role="user", content=document.content)
         try:
-            request.chat.CopyFrom(conversation.chat_input([message], asked.mm_processor_kwargs, None, "messages"))
+            conversation.fill_chat(request.chat, [message], asked.mm_processor_kwargs, None, "messages")
         except InvalidInput as error:
             raise error.at(_param(error.field, at)) from None
     else:

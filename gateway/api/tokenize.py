@@ -67,11 +67,11 @@ class Tokenizer:
             whole = asked.add_special_tokens is not False
             message = llm_pb2.TokenizeRequest(text=asked.prompt, allow_special=True, add_special_tokens=whole)
         else:
+            message = llm_pb2.TokenizeRequest(messages_alone=asked.add_generation_prompt is False)
             given = asked.messages, None, asked.chat_template_kwargs, "messages"
-            chat = await context.made(conversation.chat_input, *given)
-            chat.continue_final_message = bool(asked.continue_final_message)
-            chat.tools.extend(definition(tool.function) for tool in asked.tools or ())
-            message = llm_pb2.TokenizeRequest(chat=chat, messages_alone=asked.add_generation_prompt is False)
+            await context.made(conversation.fill_chat, message.chat, *given)
+            message.chat.continue_final_message = bool(asked.continue_final_message)
+            message.chat.tools.extend(definition(tool.function) for tool in asked.tools or ())
         message.with_texts = bool(asked.return_token_strs)
         reply, info = await self._services.tokenize(asked.model or "", message, context.metadata)
         ids = list(reply.ids)

@@ -39,21 +39,24 @@ _MODALITIES = {
 }
 
 
-def chat_input(
-    messages: Sequence[Message], settings: MediaSettings | None, template: TemplateSettings | None, field: str
-) -> llm_pb2.ChatInput:
-    """A conversation without tools."""
+def fill_chat(
+    chat: llm_pb2.ChatInput,
+    messages: Sequence[Message],
+    settings: MediaSettings | None,
+    template: TemplateSettings | None,
+    field: str,
+) -> None:
+    """Fills in a conversation without tools. Everything is made in its place: protobuf would copy a message, with its
+    megabytes of media, into each one that is made of it. Raises InvalidInput."""
     settings = settings or MediaSettings()
-    chat = llm_pb2.ChatInput(
-        messages=[message(each, settings, f"{field}[{number}]") for number, each in enumerate(messages)]
-    )
+    for number, each in enumerate(messages):
+        _fill_message(chat.messages.add(), each, settings, f"{field}[{number}]")
     if template is not None:
         chat.reasoning_effort = template.reasoning_effort or ""
         if template.thinks is not None:
             chat.thinking = template.thinks
         if template.model_extra:
             chat.template_variables = json_of(template.model_extra)
-    return chat
 
 
 def continues(final: bool | None, new: bool | None) -> bool:
@@ -68,7 +71,7 @@ def continues(final: bool | None, new: bool | None) -> bool:
     return bool(final)
 
 
-def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.ChatMessage:
+def _fill_message(message: llm_pb2.ChatMessage, given: Message, settings: MediaSettings, field: str) -> None:
     """One message: its parts in order. An assistant's that calls, or thought alone, may have none. Takes milliseconds
     for megabytes of base64. Raises InvalidInput."""
     content = given.refusal if given.content is None else given.content
@@ -76,22 +79,16 @@ def message(given: Message, settings: MediaSettings, field: str) -> llm_pb2.Chat
         raise InvalidInput("a message needs content", reason="BAD_FIELD", field=f"{field}.content")
     if given.role == "tool" and given.tool_call_id is None:
         raise InvalidInput("the call is not named", reason="BAD_FIELD", field=f"{field}.tool_call_id")
-    parts = (
-        [llm_pb2.ChatPart(text=content)]
-        if isinstance(content, str)
-        else [_part(part, settings, f"{field}.content[{number}]") for number, part in enumerate(content or ())]
-    )
-    calls = [
-        llm_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-        for call in given.tool_calls or ()
-    ]
-    return llm_pb2.ChatMessage(
-        role=_ROLES.get(given.role, given.role),
-        parts=parts,
-        tool_calls=calls,
-        tool_call_id=given.tool_call_id or "",
-        reasoning=given.thought,
-    )
+    message.role = _ROLES.get(given.role, given.role)
+    message.tool_call_id = given.tool_call_id or ""
+    message.reasoning = given.thought
+    if isinstance(content, str):
+        message.parts.add(text=content)
+    else:
+        for number, part in enumerate(content or ()):
+            _fill_part(message.parts.add(), part, settings, f"{field}.content[{number}]")
+    for call in given.tool_calls or ():
+        message.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
 
 
 def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest:
@@ -104,7 +101,10 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
         set_form(params, "json_schema", forced)
     elif asked.response_format is not None:  # in a turn that must be calls, these are the answer
         set_response_format(params, asked.response_format)
-    chat = chat_input(asked.messages, asked.media_settings, asked.template_settings, "messages")
+    given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
+    request = generate_request(asked, params, request_id, **given, **asked.truncation("left"))
+    chat = request.chat
+    fill_chat(chat, asked.messages, asked.media_settings, asked.template_settings, "messages")
     chat.reasoning_effort = asked.reasoning_effort or chat.reasoning_effort
     chat.continue_final_message = continues(asked.continue_final_message, asked.add_generation_prompt)
     chat.tools.extend(definition(tool.function) for tool in tools)
@@ -112,17 +112,19 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
     silent = (chat.HasField("thinking") and not chat.thinking) or chat.reasoning_effort == "none"
     constrained = params.WhichOneof("structured") is not None
     chat.thinks_before_form = constrained and not (silent or chat.continue_final_message)
-    given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
-    return generate_request(asked, params, request_id, chat=chat, **given, **asked.truncation("left"))
+    return request
 
 
-def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
+def _fill_part(message: llm_pb2.ChatPart, part: Part, settings: MediaSettings, field: str) -> None:
     if isinstance(part, TextPart | RefusalPart):
-        return llm_pb2.ChatPart(text=part.text)
+        message.text = part.text
+        return
+    media = message.media
+    media.modality = _MODALITIES[part.type]
     if getattr(part, part.type) is None:  # options are part of the key of cached rows
-        key = bytes.fromhex(part.uuid or "")
-        return llm_pb2.ChatPart(media=media_pb2.Media(modality=_MODALITIES[part.type], key=key))
-    media = _media(part, field)
+        media.key = bytes.fromhex(part.uuid or "")
+        return
+    _fill_source(media, part, field)
     pixels = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
     match part:
         case ImagePart():
@@ -137,23 +139,22 @@ def _part(part: Part, settings: MediaSettings, field: str) -> llm_pb2.ChatPart:
         case QwenVideoPart():
             own = {"fps": part.fps or part.sample_fps, "max_frames": part.max_frames}
             _set_options(media, **(settings.of_videos | {name: each for name, each in own.items() if each is not None}))
-    return llm_pb2.ChatPart(media=media)
 
 
-def _media(part: Any, field: str) -> media_pb2.Media:
-    """A medium with its content in base64, or its address, which only encoders fetch. Stated types are ignored:
+def _fill_source(media: media_pb2.Media, part: Any, field: str) -> None:
+    """A medium's content, which comes in base64, or its address, which only encoders fetch. Stated types are ignored:
     OpenAI's clients call any picture a JPEG."""
-    modality = _MODALITIES[part.type]
     if part.type == "input_audio":
-        return media_pb2.Media(modality=modality, data=data_url.decode_body(part.input_audio.data, field))
+        media.data = data_url.decode_body(part.input_audio.data, field)
+        return
     address = getattr(part, part.type)
     url = address if isinstance(address, str | list) else address.url
     if isinstance(url, list):
-        return media_pb2.Media(modality=modality, data=b"".join(_frames(url, f"{field}.{part.type}")))
-    if data_url.is_data(url):
-        content, _ = data_url.decode(url, field)
-        return media_pb2.Media(modality=modality, data=content)
-    return media_pb2.Media(modality=modality, url=url)
+        media.data = b"".join(_frames(url, f"{field}.{part.type}"))
+    elif data_url.is_data(url):
+        media.data, _ = data_url.decode(url, field)
+    else:
+        media.url = url
 
 
 def _frames(addresses: Sequence[str], field: str) -> Iterator[bytes]:

@@ -82,7 +82,7 @@ async def test_a_large_body_is_made_a_request_of_in_a_thread(
     monkeypatch: pytest.MonkeyPatch, name: str, large: bool
 ) -> None:
     makers = set[threading.Thread]()
-    module, maker = (prompt_inputs, "prompts") if name == "completions" else (conversation, "message")
+    module, maker = (prompt_inputs, "prompts") if name == "completions" else (conversation, "fill_chat")
     make = getattr(module, maker)
 
     def watched(*given: Any, **more: Any) -> Any:
