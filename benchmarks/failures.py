@@ -1,7 +1,7 @@
 """`python -m benchmarks.failures [MODEL]`: what callers notice of an encoder that dies or stops.
 
 Two encoders, and an LLM service without a prefix cache, get a steady load of requests. They repeat eight pictures and
-one question, so that answers can be compared, but no cache knows them: each file has another mark. Cache hits are
+one question, so that answers can be compared, but no cache knows them: each file has a new mark. Cache hits are
 shown. The encoders may have one for each stream that broke and was reopened; any other hit, or one in the LLM service,
 ends the run. There is no peer that works without its encoder. One of the encoders is killed and restarted, then
 stopped (SIGSTOP) and continued, in turns. A request is *affected* if it was in flight at that moment, and *late* by

@@ -34,7 +34,7 @@ from llm_service.models.loader import load_decoder
 from llm_service.models.trial import try_config, try_ours_of
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.request import Pooling
-from llm_service.worker.model_runner import ModelRunner
+from llm_service.worker.input_batch import Inputs
 from testkit.hf_side import GREEDY, Served, compare
 from testkit.local_engine import Prompt
 from tests.parity.graphed import graphed
@@ -86,7 +86,7 @@ def test_a_first_token_that_sees_those_behind_it_is_embedded_as_it_is_beside_the
     engines = [served.engine(step_tokens=512) for _ in range(2)]
     assert isinstance(engines[0].decoder, Decoder)
     assert engines[0].decoder.config.shared_layers
-    monkeypatch.setattr(engines[1].runner, "_keeps_all", lambda _: True)
+    monkeypatch.setattr(engines[1].runner._inputs, "keeps_all", lambda _: True)
     found, whole = (engine.embed([prompt], Pooling.CLS)[0] for engine in engines)
     assert np.abs(found - whole).max() < 1e-5 < np.abs(whole).max()
 
@@ -337,7 +337,7 @@ def test_layers_that_share_keys_compute_what_is_wanted_alone(served: Served, mon
     found = [outcome.tokens for outcome in served.engine(step_tokens=80, max_running=2).run(prompts, GREEDY)]
     assert all(step[4:] == [min(step[0], step[4])] * 2 for step in rows)
     assert {(step[0] > 2, step[4] <= 2) for step in rows} == {(True, True), (False, True)}
-    monkeypatch.setattr(ModelRunner, "_at_places", lambda *_: None)
+    monkeypatch.setattr(Inputs, "at_places", lambda *_: None)
     assert [outcome.tokens for outcome in served.engine(step_tokens=80, max_running=2).run(prompts, GREEDY)] == found
     assert any(step[4] > 2 for step in rows)
 

@@ -101,7 +101,7 @@ def test_a_plan_reaches_a_peers_process_as_it_is() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
 def test_every_benchmark_says_what_is_new_in_it_and_what_is_repeated(path: Path) -> None:
-    said = ast.get_docstring(ast.parse(path.read_text())) or ""
+    said = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
     if said.startswith("`python -m benchmarks") and "measures nothing" not in said:
         assert " new" in said or "*repeated*" in said
         assert "hits" in said or "cache" in said
