@@ -1,6 +1,6 @@
-"""N-gram embeddings that a layer adds to its streams, as in Engram (Cheng et al. 2026): hashes of a token and the
-tokens before it select them, gates weight them for each stream, and a convolution over them follows. A sequence's state
-is its last tokens, for the hashes, and the last inputs of the convolution."""
+"""N-gram embeddings that a layer adds to its streams, as in Engram (https://arxiv.org/abs/2601.07372): hashes of a
+token and the tokens before it select them, gates weight them for each stream, and a convolution over them follows. A
+sequence's state is its last tokens, for the hashes, and the last inputs of the convolution."""
 
 from __future__ import annotations
 
