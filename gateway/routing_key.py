@@ -18,17 +18,12 @@ Request = llm_pb2.GenerateRequest | llm_pb2.EmbedRequest
 
 
 async def key_of(request: Request) -> bytes:
-    """The routing key; in a thread if there are megabytes to hash."""
+    """The hash of the conversation's name; or else of the tenant, the prompt up to the first question's end, and the
+    first of its media as it is given. In a thread if there are megabytes to hash."""
     beginning = _beginning(request)
     if sum(map(len, beginning)) > _LARGE:
         return await tasks.to_thread(_digest, beginning)
     return _digest(beginning)
-
-
-def routing_key(request: Request) -> bytes:
-    """The conversation's name; or else the tenant, the prompt up to the first question's end, and the first of its
-    media as it is given."""
-    return _digest(_beginning(request))
 
 
 def _digest(beginning: Sequence[bytes]) -> bytes:
@@ -39,7 +34,7 @@ def _digest(beginning: Sequence[bytes]) -> bytes:
 
 
 def _beginning(request: Request) -> list[bytes]:
-    """What `routing_key` hashes. protobuf finds a request's size by serialising all of it, so nobody asks for that."""
+    """What `key_of` hashes. protobuf finds a request's size by serialising all of it, so nobody asks for that."""
     if isinstance(request, llm_pb2.GenerateRequest) and request.session_id:
         return [f"session\0{request.cache_salt}\0{request.session_id}".encode()]
     found = [f"prompt\0{request.cache_salt}\0".encode()]

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.routing_key import routing_key
+from gateway.routing_key import key_of
 from tests.gateway.replicas import replicas
 from tests.gateway.trio import Door, said
 from tests.launch import gateway
@@ -251,12 +251,12 @@ def test_a_list_is_read_again(tmp_path: Path) -> None:
         ([user(image(b"one"), "a")], [user(image(b"one"), "a"), user(image(b"two"))], True),
     ],
 )
-def test_a_conversations_later_turns_have_the_key_of_the_first(one: Any, other: Any, alike: bool) -> None:
-    assert (routing_key(generate_request(one)) == routing_key(generate_request(other))) is alike
-    assert routing_key(generate_request(one)) != routing_key(generate_request(one, cache_salt="mine"))
+async def test_a_conversations_later_turns_have_the_key_of_the_first(one: Any, other: Any, alike: bool) -> None:
+    assert (await key_of(generate_request(one)) == await key_of(generate_request(other))) is alike
+    assert await key_of(generate_request(one)) != await key_of(generate_request(one, cache_salt="mine"))
 
 
-def test_a_sound_goes_where_it_was_written_down_before() -> None:
-    one, other = (routing_key(generate_request(transcription(audio(sound)))) for sound in (b"RIFF1", b"RIFF2"))
+async def test_a_sound_goes_where_it_was_written_down_before() -> None:
+    one, other = [await key_of(generate_request(transcription(audio(sound)))) for sound in (b"RIFF1", b"RIFF2")]
     assert one != other
-    assert one == routing_key(generate_request(transcription(audio(b"RIFF1"), language="de")))
+    assert one == await key_of(generate_request(transcription(audio(b"RIFF1"), language="de")))
