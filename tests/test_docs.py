@@ -23,7 +23,8 @@ from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeLlm
 from twinlens.cli import _parser
 
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*.md")])
+GLOBS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "models/**/*.md")
+PAGES = sorted(page for pattern in GLOBS for page in ROOT.glob(pattern))
 SERVICES: dict[str, type[Any]] = {"encoder_service": EncoderConfig, "llm_service": LlmConfig, "gateway": GatewayConfig}
 OPTIONS = {
     service: {f"--{field.name.replace('_', '-')}": field.default for field in dataclasses.fields(kind)}
@@ -77,6 +78,15 @@ def flags_of_programs() -> set[str]:
     """Those of the launchers, the benchmarks and the training, as their sources spell them."""
     sources = [path.read_text() for folder in ("tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     return {flag for source in sources for flag in re.findall(r'add_argument\(\s*"(--[a-z-]+)"', source)}
+
+
+@each_page
+def test_code_is_in_fenced_blocks_and_each_command_has_a_line(page: Path) -> None:
+    """Whoever wraps the lines of a page spares fenced blocks alone."""
+    outside = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\n\n    .*", outside) == []
+    for line in "".join(blocks(page, "")).splitlines():
+        assert line.partition("#")[0].count("python -m ") <= 1, line
 
 
 @each_page
