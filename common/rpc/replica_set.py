@@ -77,7 +77,7 @@ class ReplicaSet(Generic[T]):
         try:
             self._leave(self._upkeep.renew(replica, self._grace), f"renew {address}")
         except OSError as error:  # replaced once more, and not whole yet
-            _log.error("a replica can be reached again", kind=self._kind, address=address, cause=str(error))
+            _log.error("new certificates for a replica cannot be used; its old ones stay", kind=self._kind, address=address, cause=str(error))
 
     def _leave(self, closing: Coroutine[Any, Any, None], name: str) -> None:
         task = tasks.start(closing, name)
