@@ -385,6 +385,13 @@ class LlmConfig(ServerConfig):
     stall_seconds: float = option(
         60.0, "longest that a caller may take to accept one message", minimum=0.1, group="calls"
     )
+    stream_interval: int = option(
+        1,
+        "tokens of an answer that are streamed in one message; the first is sent at once. More save CPU time of this"
+        " process and of gateways",
+        minimum=1,
+        maximum=64,
+    )
 
     @property
     def chosen_device(self) -> str:

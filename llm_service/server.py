@@ -207,6 +207,7 @@ def _cache_and_engine(
         step_seconds=config.step_seconds,
         handover_seconds=config.handover_seconds,
         spare_engine=config.spare_engine,
+        stream_interval=config.stream_interval,
         module=module,
         kv_host=kv_host,
     )

@@ -74,7 +74,8 @@ class EngineClient:
     `on_ready` is called whenever it becomes able or unable to serve. `latest` is its last report of queues and
     counters, once a second; `compiling` is true while torch computes because kernels are being compiled. Requests wait
     at most `handover_seconds` for the next engine. `on_adapter_lost` gets the number of an adapter that a new engine
-    cannot load. `kv_host` is the memory that the settings pass as a descriptor; `blocks` exchanges KV blocks there.
+    cannot load. Callers are given `stream_interval` tokens of a choice at a time. `kv_host` is the memory that the
+    settings pass as a descriptor; `blocks` exchanges KV blocks there.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class EngineClient:
         step_seconds: float,
         handover_seconds: float = 0.0,
         spare_engine: bool = False,
+        stream_interval: int = 1,
         module: str = MODULE,
         kv_host: SharedBuffer | None = None,
     ) -> None:
@@ -97,6 +99,7 @@ class EngineClient:
             self.blocks = BlockPlaces(kv_host, ranks, rank_bytes, self._exchange)
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
+        self._stream_interval = stream_interval
         fds = [arena_fd, *([kv_host.fd] if kv_host is not None else [])]
         self._spare = SpareEngine(*fds, wanted=spare_engine, module=module)
         self._on_ready = on_ready
@@ -188,7 +191,7 @@ class EngineClient:
         its adapter is lost."""
         if add.adapter and not self._adapters.keeps(add.adapter):
             raise _adapter_lost()
-        request = EngineRequest(add, holder, max_handovers, self._prompt_logprobs_taken)
+        request = EngineRequest(add, holder, max_handovers, self._prompt_logprobs_taken, self._stream_interval)
         self._handover.enter(request)
         self._send_waiting()
         return request

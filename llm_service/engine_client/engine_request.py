@@ -55,6 +55,8 @@ class EngineRequest:
     """Ends of engines that it may be charged with and still go on; 0: it does not wait for another engine."""
     on_prompt_logprobs_taken: Callable[[EngineRequest, int], None]
     """Called when its caller comes back for more: he has the logprobs of the prompt's tokens before that one."""
+    stream_interval: int = 1
+    """Tokens of a choice that wait until its caller is given them together; the first and the last do not wait."""
     deaths: int = 0
     """Ends of engines that it is charged with."""
     held: bool = False
@@ -79,10 +81,13 @@ class EngineRequest:
     """By choice, when steps had the tokens that `came` has not told of: `time.perf_counter`."""
     _finished: set[int] = field(default_factory=set)
     """Choices."""
+    _waiting: dict[int, int] = field(default_factory=dict)
+    """By choice that has had its first token: those that its caller has not been given."""
     _places: list[tuple[int, int]] = field(default_factory=list)
     """For each item: (offset in the row arena or NOWHERE, rows that have arrived there)."""
     _events: deque[Event] = field(default_factory=deque)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _due: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its caller is to be given the events, or the error."""
     _error: TwinlensError | None = None
 
     def __post_init__(self) -> None:
@@ -106,17 +111,19 @@ class EngineRequest:
     # --- for its caller -------------------------------------------------------------------------------------------
 
     async def next(self) -> list[Event]:
-        """The events since the last call, at least one; raises the error that ended the request."""
+        """The events since the last call, at least one; raises the error that ended the request. If they are tokens
+        alone, there are `stream_interval` of one choice, or its first or last is among them."""
         given, self._given = self._given, 0
         if given:
             self.on_prompt_logprobs_taken(self, given)
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            self._news.clear()
-            await self._news.wait()
+        await self._due.wait()
+        if self._error is None:
+            self._due.clear()
+        elif not self._events:
+            raise self._error
         events = list(self._events)
         self._events.clear()
+        self._waiting = dict.fromkeys(self._waiting, 0)
         if any(isinstance(event, PromptLogprobs) for event in events):
             self._given = self._with_logprobs
         return events
@@ -148,12 +155,19 @@ class EngineRequest:
                     return
                 self._started = True
         self._events.append(event)
-        self._news.set()
+        if self._completes_interval(event):
+            self._due.set()
+
+    def _completes_interval(self, event: Event) -> bool:
+        if self.stream_interval == 1 or not isinstance(event, Token):
+            return True
+        self._waiting[event.choice] = waiting = self._waiting.get(event.choice, self.stream_interval - 1) + 1
+        return waiting >= self.stream_interval or bool(event.ended)
 
     def fail(self, error: TwinlensError) -> None:
         """Ends the request for its caller; events that came before are still given first."""
         self._error = self._error or error
-        self._news.set()
+        self._due.set()
 
     def leave(self, choice: int = -1) -> None:
         """The caller needs nothing more of the request, or of one choice."""
@@ -197,8 +211,10 @@ class EngineRequest:
             self.add = msgspec.structs.replace(self.add, session=0)
 
     def lose_engine(self) -> None:
-        """The engine that had it is gone."""
+        """The engine that had it is gone. Its tokens do not wait for those of the next."""
         self.held = self.begun = False
+        if self._events:
+            self._due.set()
 
     def message(self) -> Add:
         """The request for an engine, as far as it has come by now."""

@@ -25,6 +25,7 @@ OPTIONS: dict[str, object] = {
     "max_running": 4,
     "kv_cache_bytes": "320KiB",  # ten blocks
     "metrics_listen": "127.0.0.1:0",
+    "stream_interval": 5,
 }
 SHOWN = user("Look at this closely: ", image(pictures.encoded(pictures.noise(192, 128, 9_950))), "What is it?")
 
@@ -60,6 +61,14 @@ def test_without_a_prefix_cache_and_without_overlap_the_tokens_are_the_same(clie
         said = answer(client, asked(SHOWN, greedy(24)))
         assert (said.choices[0].token_ids, said.usage.cached_tokens) == (expected, 0)
     assert answer(qwen3.text, asked(SHOWN, greedy(24))).usage.cached_tokens > 0
+
+
+def test_tokens_of_an_answer_are_streamed_in_messages_of_as_many_as_asked_for(client: LlmClient) -> None:
+    with client.generate(asked(user("Tell me."), greedy(23))) as stream:
+        counts = [len(event.delta.token_ids) for event in stream if event.delta.token_ids]
+    assert counts[0] == 1
+    assert min(counts[1:-1]) >= OPTIONS["stream_interval"]
+    assert sum(counts) == 23
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
