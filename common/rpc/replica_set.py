@@ -77,7 +77,8 @@ class ReplicaSet(Generic[T]):
         try:
             self._leave(self._upkeep.renew(replica, self._grace), f"renew {address}")
         except OSError as error:  # replaced once more, and not whole yet
-            _log.error("new certificates for a replica cannot be used; its old ones stay", kind=self._kind, address=address, cause=str(error))
+            why = str(error)
+            _log.error("a replica's new certificates cannot be used", kind=self._kind, address=address, cause=why)
 
     def _leave(self, closing: Coroutine[Any, Any, None], name: str) -> None:
         task = tasks.start(closing, name)
