@@ -31,12 +31,15 @@ class Block:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence and its state slot (-1: none), which it owns until `BlockManager.free`. `row` is the
-    row of the workers' block tables (-1: none), which know the first `num_sent` blocks. `identities` are those of the
-    full blocks. `source` is the slot of the snapshot that the next step begins with (-1: none); `spare` is the slot
-    that keeps the state from before the drafts (-1: none). `reserved` are snapshots whose blocks have no identity yet;
-    `rolling` is the identity of the answer's snapshot that its next one replaces."""
+    """The blocks of one sequence and its state slot (-1: none), which it owns until `BlockManager.free`. `session` is
+    the tenant's session whose next turn will need the blocks (0: none). `row` is the row of the workers' block tables
+    (-1: none), which know the first `num_sent` blocks. `identities` are those of the full blocks. `source` is the slot
+    of the snapshot that the next step begins with (-1: none); `spare` is the slot that keeps the state from before the
+    drafts (-1: none). `reserved` are snapshots whose blocks have no identity yet; `rolling` is the identity of the
+    answer's snapshot that its next one replaces."""
 
+    session: int = 0
+    tenant: bytes = b""
     blocks: list[int] = field(default_factory=list)
     identities: list[bytes] = field(default_factory=list)
     slot: int = -1
@@ -184,6 +187,24 @@ class BlockManager:
             self._observer.loaded(identity, index, describe)
         table.blocks.extend(self._by_identity[identity] for identity in identities)
         table.identities.extend(identities)
+        for identity in identities:
+            self._retain(table, identity)
+
+    def _retain(self, table: BlockTable, identity: bytes) -> None:
+        """Keeps the block that is found by this identity, which may be another sequence's, for the table's session."""
+        number = self._by_identity.get(identity)
+        if not table.session or number is None:
+            return
+        self._retained.want(number, table.session, table.tenant)
+        if number in self._free:
+            del self._free[number]
+            self._idle(number)
+
+    def _idle(self, number: int) -> None:
+        """A findable block that nobody holds is evicted last if a session wants it, within the tenant's share."""
+        evicted = self._retained.add(number)
+        if evicted is not None:
+            self._free[evicted] = None
 
     def _hold(self, block: Block) -> None:
         if block.refs == 0:
@@ -236,6 +257,7 @@ class BlockManager:
             block.identity = identity
             self._by_identity[identity] = block.number
             self._observer.computed(identity, len(table.identities) - 1, describe)
+        self._retain(table, identity)
         while table.reserved and table.reserved[0].index < len(table.identities):
             self._keep(table, table.reserved.popleft())
 
@@ -252,14 +274,11 @@ class BlockManager:
             self._states.forget(table.rolling, unless_used=True)
             table.rolling = identity
 
-    def free(self, table: BlockTable, session: int = 0, tenant: bytes = b"") -> None:
-        """Gives back the state slot and all blocks of a table, the tail first, so that the head is evicted last. With a
-        session, findable blocks are kept within the tenant's share until it ends or nothing else is left to evict."""
+    def free(self, table: BlockTable) -> None:
+        """Gives back the state slot and all blocks of a table, the tail first, so that the head is evicted last."""
         for number in reversed(table.blocks):
             block = self._blocks[number]
             block.refs -= 1
-            if session and block.identity is not None:
-                self._retained.want(number, session)
             if block.refs:
                 continue
             if block.identity is None:
@@ -267,9 +286,7 @@ class BlockManager:
                 self._free.move_to_end(number, last=False)
                 continue
             self._idle_named += 1
-            evicted = self._retained.add(number, tenant)
-            if evicted is not None:
-                self._free[evicted] = None
+            self._idle(number)
         table.blocks.clear()
         table.identities.clear()
         if table.row >= 0:
@@ -372,11 +389,11 @@ class BlockManager:
         return places
 
     def end_session(self, session: int) -> None:
-        """Ends a session: its blocks are evicted like others."""
+        """Ends a session, which no table has any more: its blocks are evicted like others."""
         self._free.update(dict.fromkeys(self._retained.release(session)))
 
     def _kept_for(self, identity: bytes) -> bytes | None:
-        """The tenant whose session keeps a block; None if there is none."""
+        """The tenant whose sessions want a block, in use or not; None if none does."""
         number = self._by_identity.get(identity)
         return None if number is None else self._retained.tenant(number)
 

@@ -371,7 +371,7 @@ class Planner:
     def preempt(self, sequence: Sequence) -> None:
         """Preempts a sequence: it frees all blocks and waits."""
         self._queues.preempt(sequence)
-        self._blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
+        self._blocks.free(sequence.table)
 
     def _find_room(self, sequence: Sequence, hits: list[bytes], idle: list[Sequence]) -> bool:
         """Whether a sequence that adopts these blocks may run; the last of the idle sequences are preempted if that is

@@ -118,10 +118,10 @@ class Scheduler:
 
     def end_session(self, session: int) -> None:
         """Ends a session: blocks kept for it, and those that its requests give back later, are evicted like others."""
-        self.blocks.end_session(session)
         for sequence in (*self._queues.waiting, *self._queues.running):
-            if sequence.session == session:
+            if sequence.table.session == session:
                 sequence.end_session()
+        self.blocks.end_session(session)
 
     def expire(self, now: float) -> None:
         """Fails every request whose deadline has passed by `now`, on the monotonic clock."""
@@ -356,7 +356,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         self._held -= self._holds(sequence.sampling)
-        self.blocks.free(sequence.table, sequence.session, sequence.prompt.tenant)
+        self.blocks.free(sequence.table)
         if self._queues.remove(sequence):
             self._unstarted.discard(sequence.id)
             self._notices.released(sequence.id, self._planned_steps)

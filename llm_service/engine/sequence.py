@@ -64,8 +64,7 @@ class Sequence:
     seed: int
     adapter: int
     """A number; 0 for none."""
-    session: int
-    """A number; 0 for none."""
+    table: BlockTable
     order: Order
     """A smaller one is served first."""
     max_length: int
@@ -98,7 +97,6 @@ class Sequence:
     rolled_back: bool = False
     """The model has layers with states, and a draft was wrong: the next step computes the known tokens again from
     before the drafts."""
-    table: BlockTable = field(default_factory=BlockTable)
     drafts: array[int] = field(default_factory=lambda: array("i"))
     """int32: the tokens that the step under way verifies behind the last known token."""
     draft_masks: list[bytes] = field(default_factory=list)
@@ -160,7 +158,7 @@ class Sequence:
             ),
             sampling=sampling,
             adapter=add.adapter,
-            session=add.session,
+            table=BlockTable(add.session, prompt.tenant),
             seed=seed if sampling.seed is None else sampling.seed,
             order=order,
             # If nothing is generated, a prompt may fill the whole context: its placeholder is not a token.
@@ -300,8 +298,8 @@ class Sequence:
         self.first_choice = None
 
     def end_session(self) -> None:
-        """Blocks that it gives back are no longer kept for a session."""
-        self.session = 0
+        """Its blocks are no longer kept for a session."""
+        self.table.session = 0
 
     def wait_for_rows(self) -> None:
         """Nothing can be computed until another row lands."""

@@ -168,11 +168,11 @@ def cached(manager: BlockManager, names: list[bytes]) -> list[bool]:
 
 def filled(manager: BlockManager, names: list[bytes], session: int = 0, tenant: bytes = b"") -> None:
     """Computes blocks of these identities and lets go of them."""
-    table = BlockTable()
+    table = BlockTable(session, tenant)
     assert manager.grow(table, len(names) * manager.block_size)
     for name in names:
         manager.commit(table, name)
-    manager.free(table, session, tenant)
+    manager.free(table)
 
 
 def test_a_sessions_blocks_are_the_last_to_go() -> None:
@@ -212,10 +212,10 @@ def test_a_tenants_sessions_keep_no_more_than_its_share() -> None:
 
 def used(manager: BlockManager, names: list[bytes], session: int = 0, tenant: bytes = b"t") -> None:
     """Has a sequence begin with these blocks, and lets go of them."""
-    table = BlockTable()
+    table = BlockTable(session, tenant)
     assert manager.match(names) == len(names)
     manager.adopt(table, names)
-    manager.free(table, session, tenant)
+    manager.free(table)
     manager.check_integrity()
 
 
@@ -252,7 +252,7 @@ def test_a_session_that_ends_while_its_blocks_are_in_use_keeps_nothing() -> None
     table = BlockTable()
     manager.adopt(table, [b"w1", b"w2"])
     manager.end_session(7)
-    manager.free(table, 0, b"t")
+    manager.free(table)
     filled(manager, [b"c1", b"c2"])
     assert manager.grow(table, 4 * 4)
     assert cached(manager, [b"w1", b"w2", b"c1", b"c2"]) == [False, False, True, True]
@@ -270,3 +270,28 @@ def test_a_block_with_other_content_is_kept_for_nobody() -> None:
     assert manager.flush() == 2
     manager.end_session(8)
     manager.check_integrity()
+
+
+def test_a_session_keeps_blocks_that_another_sequence_computed_at_the_same_time() -> None:
+    """Only one of two equal blocks is found: it is kept, whoever has computed it, and whoever lets go first."""
+    warm, cold = [b"w1", b"w2"], [b"c1", b"c2", b"c3"]
+    for other_ends_first in (False, True):
+        manager = BlockManager(8, 4, session_share=0.5)
+        other, own = BlockTable(), BlockTable(7, b"t")
+        assert manager.grow(other, 8)
+        assert manager.grow(own, 8)
+        for identity in warm:
+            manager.commit(other, identity)
+        if other_ends_first:
+            manager.free(other)
+        for identity in warm:
+            manager.commit(own, identity)
+        manager.check_integrity([own] if other_ends_first else [own, other])
+        manager.free(own)
+        if not other_ends_first:
+            manager.free(other)
+        filled(manager, cold)
+        table = BlockTable()
+        assert manager.grow(table, 6 * 4)
+        assert cached(manager, [*warm, *cold]) == [True, True, False, False, False]
+        manager.check_integrity([table])

@@ -163,9 +163,7 @@ def test_min_tokens_and_a_structure_that_leaves_another_token_go_together() -> N
 @pytest.mark.parametrize("over", [False, True])
 def test_a_session_that_is_over_before_its_request_is_keeps_nothing_of_it(over: bool) -> None:
     engine = simulation()
-    id = engine.submit(order(text(33), n=2, max_tokens=6))
-    for sequence in engine.scheduler._queues.requests[id]:
-        sequence.session = 7
+    id = engine.submit(order(text(33), n=2, max_tokens=6, session=7))
     engine.step()
     if over:
         engine.scheduler.end_session(7)

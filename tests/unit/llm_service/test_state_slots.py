@@ -250,6 +250,24 @@ def test_a_session_s_next_turn_begins_behind_its_answer_whatever_came_meanwhile(
     assert found == {0: 0, 7: (len(history) - 1) // 8 * 8}
 
 
+@pytest.mark.parametrize("over", [True, False], ids=["after its turn", "during its turn"])
+def test_a_session_keeps_its_states_while_its_blocks_are_in_use(over: bool) -> None:
+    """By others after its turn, or by the turn itself."""
+    found = {}
+    for session in (0, 7):
+        engine = simulation(blocks=1024, state_slots=12, max_running=2, state_chunk=8, step_tokens=128)
+        prompt = text(25)
+        if over:
+            run_until_over(engine, engine.submit(order(prompt, session=session)))
+        engine.submit(order([*prompt, 3], max_tokens=1000, session=0 if over else session))
+        for seed in range(40):
+            cached(engine, order([2 + seed, 1, *text(59)], max_tokens=9))
+        found[session] = cached(engine, order([*prompt, 3]))
+        assert engine.scheduler.state().running == 1, "the blocks are in use"
+        engine.drain()
+    assert found == {0: 0, 7: 24}
+
+
 def test_sessions_of_one_tenant_leave_slots_for_others() -> None:
     """A quarter of all, for those that were used last."""
     tenants = {b"%d" % number: b"tenant" for number in range(6)}
