@@ -356,8 +356,8 @@ class LlmConfig(ServerConfig):
     )
     encoder_hedge_seconds: float = option(
         10.0,
-        "an item that waits this long for its first row, and far longer than it would elsewhere, is sent to another"
-        " encoder as well; 0: never",
+        "an item that waits this long for a row, and far longer than it would elsewhere, is sent to another encoder as"
+        " well; 0: never",
         minimum=0,
     )
     encoder_connections: int = option(

@@ -43,12 +43,14 @@ class Attempt:
 
     @property
     def waited(self) -> float:
-        """Seconds for which the encoder has had the item without sending a row, except for time in which it waits for
-        others; 0 once rows have come. An encoder that is slow with items it has is to blame for those waiting for
-        room."""
-        if self.stream is None or self.stream.has_rows:
-            return 0.0
-        return self.stream.waited(with_room=self.replica.pace.slow)
+        """Seconds for which the encoder has had the item without sending a row, or the next one, except for time in
+        which it waits for others. An encoder that is slow with items it has is to blame for those waiting for room."""
+        return 0.0 if self.stream is None else self.stream.waited(with_room=self.replica.pace.slow)
+
+    @property
+    def longest_wait(self) -> float:
+        """The longest of these times before a row."""
+        return 0.0 if self.stream is None else self.stream.longest_wait
 
     @property
     def stages(self) -> dict[str, Stage]:

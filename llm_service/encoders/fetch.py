@@ -142,33 +142,44 @@ class Fetch:
         self._choice.patient_until = monotonic() + self._context.patience
 
         async def receive() -> None:
-            if self._attempt is None:
-                await self._open(entry.landed)
-            missing, began = entry.header.tokens - entry.landed, time.perf_counter()
-            ended = began
-            first_rows = partial(self._first_rows, first=entry.landed, row_bytes=cache.layout.row_bytes)
-            mirror = MirrorPlace(entry.place.offset, lambda: cache.mirror(entry))
-            try:
-                stream = await self._race(first_rows)
-                async with aclosing(stream.rows(cache.view(entry), mirror)) as runs:
-                    async for rows, transport in runs:
-                        ended = time.perf_counter()  # the remaining messages do not count as transfer time
-                        cache.advance(entry, rows, transport)
-                        self._lapses = 0
-            except TwinlensError:  # once all rows are here, how the stream ends is of no account
+            while not entry.complete:
+                if self._attempt is None:
+                    await self._open(entry.landed)
+                await self._land(cache, entry)
                 if not entry.complete:
-                    ended = time.perf_counter()
-                    raise
-            finally:
-                add(self.stages, "landing", Stage.between(began, ended))
-                tracing.record([("landing", began, ended)], rows=missing)
-            assert self._attempt is not None
-            self.stages |= {f"encoder_{name}": stage for name, stage in self._attempt.stages.items()}
+                    self._hang_up()
 
         await self._persistently(receive)
         self._context.pool.quarantine.clear(self._affinity)
-        if self._attempt is not None:
-            self._attempt.replica.breaker.succeeded()
+        if (attempt := self._attempt) is not None:
+            self.stages |= {f"encoder_{name}": stage for name, stage in attempt.stages.items()}
+            attempt.replica.breaker.succeeded()
+            if attempt.header is not None and not attempt.header.cached:
+                self._context.pool.learn(attempt.replica, attempt.longest_wait, entry.header.grid.patches)
+
+    async def _land(self, cache: EncoderCache, entry: CacheEntry) -> None:
+        """Lands the missing rows, or those that come before another encoder is to be asked for the rest."""
+        missing, began = entry.header.tokens - entry.landed, time.perf_counter()
+        ended = began
+        first_rows = partial(self._first_rows, first=entry.landed, row_bytes=cache.layout.row_bytes)
+        mirror = MirrorPlace(entry.place.offset, lambda: cache.mirror(entry))
+        try:
+            stream = await self._race(first_rows)
+            async with aclosing(stream.rows(cache.view(entry), mirror)) as runs:
+                async for rows, transport in runs:
+                    if rows:
+                        ended = time.perf_counter()  # the remaining messages do not count as transfer time
+                        cache.advance(entry, rows, transport)
+                        self._lapses = 0
+                    elif not entry.complete and self._is_stalled():
+                        return
+        except TwinlensError:  # once all rows are here, how the stream ends is of no account
+            if not entry.complete:
+                ended = time.perf_counter()
+                raise
+        finally:
+            add(self.stages, "landing", Stage.between(began, ended))
+            tracing.record([("landing", began, ended)], rows=missing)
 
     def close(self) -> None:
         """Ends the stream that is open, if any, and the waiting for room. It waits for nothing, so that no cancellation
@@ -234,10 +245,7 @@ class Fetch:
             await self._fetch_header(attempt, first)
         assert self.header is not None
         await attempt.parallelise(self.item, self._params_of(attempt, first), self.header, row_bytes)
-        stream = await attempt.first_rows()
-        if stream.has_rows and attempt.header is not None and not attempt.header.cached:
-            self._context.pool.learn(attempt.replica, stream.waited(), self.header.grid.patches)
-        return stream
+        return await attempt.first_rows()
 
     async def _race(self, work: Callable[[Attempt], Coroutine[Any, Any, T]]) -> T:
         """The result of `work` for the current attempt or, once that is overdue, for a second attempt at another
@@ -299,6 +307,14 @@ class Fetch:
         number = len(self._choice.tried)
         self._choice.tried.append(replica.address)
         return Attempt(replica, number)
+
+    def _is_stalled(self) -> bool:
+        """Whether to give up an encoder from which no more rows come, for another one that would have brought the rest
+        long ago. Both at once cannot write to the item's place."""
+        own, hedge = self._attempt, self._context.pool.settings.hedge
+        assert own is not None
+        waited = own.waited
+        return 0 < hedge <= waited and self._elsewhere(own, waited) is not None
 
     def _elsewhere(self, own: Attempt, waited: float) -> Replica | None:
         """An encoder at which an item would wait far less than it has waited at its own, which is marked slow. Another

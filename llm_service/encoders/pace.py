@@ -16,7 +16,7 @@ _LONGEST_PAUSE = 8.0
 
 
 class Pace:
-    """Of one encoder, by items that it has computed for us: from when it had the request to the first row.
+    """Of one encoder, by items that it has computed for us: the longest that it took for a row, usually the first.
 
     It is `slow` from when an item there was overdue, after `patience` seconds, until one has come in time. Till then it
     is passed over, but for a try after as many seconds, another one after twice as many, and so on. `clock` gives
@@ -57,7 +57,7 @@ class Pace:
         return self._seconds * max(1.0, patches / self._patches) if self._patches else 0.0
 
     def on_computed(self, seconds: float, patches: int, elsewhere: float) -> bool:
-        """The first row of an item of so many patches came after so many seconds, where it might have taken others
+        """An item of so many patches has come, and waited so many seconds for a row, where it might have taken others
         `elsewhere` seconds; returns whether it is slow no longer."""
         share = _NEWS if self._patches else 1.0
         self._seconds += (seconds - self._seconds) * share

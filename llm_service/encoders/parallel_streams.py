@@ -35,14 +35,14 @@ class ParallelStreams:
         """Whether the encoder has begun on the item."""
         return any(stream.begun for stream in self._streams)
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether any of the first rows have come."""
-        return self._streams[0].has_rows
-
     def waited(self, *, with_room: bool = False) -> float:
-        """As of `EncodeStream`, of the first rows."""
-        return self._streams[0].waited(with_room=with_room)
+        """As of `EncodeStream`, since the last row of any."""
+        return max(stream.waited(with_room=with_room) for stream in self._streams)
+
+    @property
+    def longest_wait(self) -> float:
+        """As of `EncodeStream`, of any."""
+        return max(stream.longest_wait for stream in self._streams)
 
     async def arrived(self) -> None:
         """Waits for the first rows; later ones wait to be read."""
@@ -67,9 +67,12 @@ class ParallelStreams:
         async with aclosing(merged(readers)) as news:
             async for part, rows, transport in news:
                 landed[part] += rows
-                if more := self._without_gap(landed) - told:
-                    told += more
-                    yield more, transport
+                if rows:
+                    for stream in self._streams:
+                        stream.wait.restart()
+                more = self._without_gap(landed) - told
+                told += more
+                yield more, transport
 
     async def _read(
         self, part: int, target: memoryview, mirror: MirrorPlace | None, send: Send[tuple[int, int, int]]

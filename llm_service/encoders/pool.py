@@ -142,7 +142,7 @@ class EncoderPool:
         return chosen
 
     def learn(self, replica: Replica, seconds: float, patches: int) -> None:
-        """The first row of an item of so many patches, which had to be computed, came after so many seconds."""
+        """All rows of an item of so many patches, which had to be computed, have come; one took so many seconds."""
         others = [each for each in self.replicas if each is not replica and each.usable and not each.pace.slow]
         elsewhere = min((each.expected(patches) for each in others), default=float("inf"))
         if replica.pace.on_computed(seconds, patches, elsewhere):

@@ -42,7 +42,7 @@ class EncoderSettings:
 
     `digest` is the required digest, `merge` the patches on a side of one row, `layout_from_encoder` says that headers
     state items' layouts; `timeout` bounds a stream and `silence` the time between its events, in seconds, and `hedge`
-    is how long an item waits for its first row before another encoder is asked as well, 0 for ever; `connections` is
+    is how long an item waits for a row before another encoder is asked as well, 0 for ever; `connections` is
     their number per encoder; `local_dir` is the folder of local sockets that are files. `mirrors` are the ranks'
     mirrors of the row arena, `nixl` reads encoders' memory by NIXL.
 
@@ -167,9 +167,9 @@ class Replica:
         return self.pace.slow and not (self.pace.may_be_tried and not self._streams)
 
     def expected(self, patches: int) -> float:
-        """Seconds that an item of so many patches, sent now, would wait for its first row: as recent items did, or as
-        long as one waits already, or by the encoder's own estimate."""
-        waiting = max((stream.waited() for stream in self._streams if not stream.has_rows), default=0.0)
+        """Seconds that an item of so many patches, sent now, would wait for a row: as recent items did, or as long as
+        one waits already, or by the encoder's own estimate."""
+        waiting = max((stream.waited() for stream in self._streams), default=0.0)
         return max(self.pace.expected(patches), waiting, self.last_load.estimated_milliseconds / 1000)
 
     @property

@@ -30,6 +30,7 @@ from common.rows.wire import RowLayout
 from common.rpc.channel import from_rpc_error, is_stream_refused, is_too_large, is_transport_error
 from common.rpc.status import from_plain_status
 from common.telemetry.stages import Stage
+from llm_service.encoders.row_wait import RowWait
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace, Transport
 from twinlens.v1 import encoder_pb2
 
@@ -40,8 +41,6 @@ UNREACHABLE = "ENCODER_UNAVAILABLE"
 """The reason of an error that is the link's: the encoder may have died."""
 
 _ITEM = "items[0]"
-_ELSEWHERE, _ROOM = ("fetch", "shared"), "room"
-"""Stages in which an encoder waits for others: a media host or another encoder; readers of its results."""
 
 
 def read_event(message: bytes) -> Event:
@@ -56,8 +55,8 @@ class EncodeStream:
     each event. While the request is still being sent, the encoder's other messages count, the last at `heard_at`
     (monotonic seconds).
 
-    `heard` says whether the encoder has begun the item, `announced` what it has announced to compute, `has_rows`
-    whether any have come. After the last row, `stages` has the encoder's, on our clock.
+    `begun` says whether the encoder has begun the item, `announced` what it has announced to compute, `wait` how long
+    the next row is awaited. After the last row, `stages` has the encoder's, on our clock.
     """
 
     def __init__(
@@ -88,10 +87,8 @@ class EncodeStream:
         self._heard_at = heard_at
         self.begun = False
         self.announced: Header | None = None
-        self.has_rows = False
+        self.wait = RowWait()
         self._next: ArrivedRows | None = None
-        self._began: float | None = None
-        self._began_with_room: float | None = None
         self.stages: dict[str, Stage] = {}
         self._called = time.perf_counter()
 
@@ -113,34 +110,31 @@ class EncodeStream:
         raise Unavailable("the encoder ended the stream before the header")
 
     def waited(self, *, with_room: bool = False) -> float:
-        """Seconds for which the encoder has worked on the item without a row: since it has the request, or has last
-        waited for others. `with_room` includes its waiting for room of its own."""
-        began = self._began_with_room if with_room else self._began
-        return 0.0 if began is None else time.monotonic() - began
+        """Seconds for which the encoder has worked on the item without a row; see `RowWait`."""
+        return self.wait.with_room if with_room else self.wait.seconds
 
-    def _waits_for_others(self, stage: str) -> None:
-        if stage in (*_ELSEWHERE, _ROOM):
-            self._began = time.monotonic()
-        if stage in _ELSEWHERE:
-            self._began_with_room = self._began
+    @property
+    def longest_wait(self) -> float:
+        """The longest of these times before a row."""
+        return self.wait.longest
 
     async def arrived(self) -> None:
         """Waits for the next rows, with which `rows` then begins, or until there are none. Raises as `rows`. If
         cancelled, it ends the stream."""
         async with aclosing(self._runs()) as runs:
             async for run in runs:
-                self._next = run
-                return
+                if run is not None:
+                    self._next = run
+                    return
 
-    async def _runs(self) -> AsyncGenerator[ArrivedRows, None]:
+    async def _runs(self) -> AsyncGenerator[ArrivedRows | None, None]:
+        """The runs of rows, and None whenever the encoder says that it has none at the moment."""
         if self._next is not None:
             run, self._next = self._next, None
             yield run
         async with aclosing(self._events()) as events:
             async for event in events:
-                if (found := _run(event)) is not None:
-                    self.has_rows = True
-                    yield found
+                yield _run(event)
 
     def _check(self, header: Header, layout: RowLayout) -> None:
         if layout != self._layout:
@@ -157,7 +151,8 @@ class EncodeStream:
         self, target: memoryview, mirror: MirrorPlace | None = None
     ) -> AsyncGenerator[tuple[int, int], None]:
         """Copies the stream's rows to their place in `target`, which has room for all of the item's, or into the ranks'
-        mirrors; yields how many more have arrived, and the number of their transport.
+        mirrors; yields how many more have arrived, and the number of their transport. None have whenever the encoder
+        says that it is at work.
 
         Runs must come in order and without gaps. Raises DataLoss for any that is not as announced.
         """
@@ -165,6 +160,9 @@ class EncodeStream:
         expected, end = self._first, self._end or len(target) // size
         async with aclosing(self._runs()) as runs:
             async for run in runs:
+                if run is None:
+                    yield 0, encoder_pb2.TRANSPORT_UNSPECIFIED
+                    continue
                 if run.first != expected or run.count < 1 or run.first + run.count > end:
                     raise DataLoss("rows came out of order, or more than the header announced")
                 place = target[run.first * size : (run.first + run.count) * size]
@@ -190,8 +188,8 @@ class EncodeStream:
         """The stream's events up to `done`; an item's error, or the call's, is raised as ours."""
         if not self.begun:
             await self._request_there()
-            self._began = self._began_with_room = time.monotonic()
         while True:
+            began = time.monotonic()
             try:
                 async with tasks.StallTolerantTimeout(self._silence):
                     event = await self._call.read()
@@ -200,14 +198,18 @@ class EncodeStream:
                 raise _ours(error, self._field) from error
             except TimeoutError:
                 raise _silent() from None
+            seconds = time.monotonic() - began
             if isinstance(event, RowsFrame):
+                self.wait.on_rows(seconds)
                 yield event
                 continue
             if not isinstance(event, encoder_pb2.EncodeResponse):
                 return
             self.begun = True
-            if event.WhichOneof("event") == "progress":
-                self._waits_for_others(event.progress.stage)
+            if event.WhichOneof("event") == "rows":
+                self.wait.on_rows(seconds)
+            else:
+                self.wait.on_message(seconds, event.progress.stage)
             if event.WhichOneof("event") == "done":
                 self.stages = read_stages(event.done.timings, self._called)
                 return

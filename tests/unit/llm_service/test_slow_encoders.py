@@ -16,6 +16,7 @@ from llm_service.encoders.replica import Replica
 from tests.unit.llm_service.scripted import (
     LAYOUT,
     ROWS,
+    RUN,
     Bench,
     Call,
     Say,
@@ -46,6 +47,12 @@ async def is_alive_after_the_header(call: Call) -> None:
     await is_alive(call)
 
 
+async def is_alive_after_first_rows(call: Call) -> None:
+    await call.header()
+    await call.rows(0)
+    await is_alive(call)
+
+
 async def breaks_after_the_header(call: Call) -> None:
     await call.header()
     await call.breaks()
@@ -59,6 +66,22 @@ def after(times: float, stage: str, then: Say = well) -> Say:
         began = loop.time()
         await is_alive(call, lambda: loop.time() > began + times * HEDGE, stage)
         await then(call)
+
+    return say
+
+
+def brings_rows_after(times: float, stage: str) -> Say:
+    """An encoder that takes so many times as long as items wait between its first rows and the next ones."""
+
+    async def say(call: Call) -> None:
+        await call.header()
+        await call.rows(0)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await is_alive(call, lambda: loop.time() > began + times * HEDGE, stage)
+        for first in range(RUN, ROWS, RUN):
+            await call.rows(first)
+        await call.done()
 
     return say
 
@@ -90,6 +113,77 @@ async def test_an_item_that_gets_no_row_is_asked_for_at_another_encoder_as_well(
         assert replica_of(b, first).pace.slow
         assert (replica_of(b, first).usable, replica_of(b, first).breaker.failures) == (True, 0)
         await eventually(lambda: not first.open)
+
+
+async def test_an_item_whose_rows_stop_coming_is_continued_at_another_encoder() -> None:
+    budget = RetryBudget(1.0)
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), hedge=HEDGE, budget=budget) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [is_alive_after_first_rows]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert [list(call.request.first_rows) for call in (*first.calls, *second.calls)] == [[], [RUN]]
+        assert b.cache.counters.received == ROWS, "a row landed twice"
+        assert not budget.spend(), "that was a retry"
+        assert replica_of(b, first).pace.slow
+        assert (replica_of(b, first).usable, replica_of(b, first).breaker.failures) == (True, 0)
+        await eventually(lambda: not first.open)
+
+
+async def test_rows_that_stop_coming_twice_are_waited_for() -> None:
+    """It may be the item that devices hang over."""
+    async with bench(*(ScriptedEncoder() for _ in range(3)), hedge=HEDGE) as b:
+        await b.usable(3)
+        first, second, third = b.by_rank(b"picture")
+
+        async def goes_on_late(call: Call) -> None:
+            await call.header()
+            await call.rows(RUN)
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            await is_alive(call, lambda: loop.time() > began + 3 * HEDGE)
+            await call.rows(2 * RUN)
+            await call.done()
+
+        first.script, second.script = [is_alive_after_first_rows], [goes_on_late]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert [len(each.calls) for each in (first, second, third)] == [1, 1, 0]
+
+
+async def test_with_one_encoder_later_rows_are_waited_for() -> None:
+    async with bench(ScriptedEncoder([brings_rows_after(3, "vit")]), hedge=HEDGE) as b:
+        await b.usable(1)
+        assert await b.whole(b"picture") == content(b"picture")
+        assert b.receiver.counters.attempts == 1
+
+
+@pytest.mark.parametrize("stage", ["fetch", "shared", "room"])
+async def test_time_in_which_an_encoder_waits_for_others_before_later_rows_is_not_its_own(stage: str) -> None:
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), hedge=HEDGE) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [brings_rows_after(3, stage)]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert (len(first.calls), len(second.calls)) == (1, 0)
+
+
+async def test_rows_on_their_way_for_long_are_waited_for() -> None:
+    """A slow network: the encoder says nothing while it sends."""
+
+    async def sends_slowly(call: Call) -> None:
+        await call.header()
+        for first in range(0, ROWS, RUN):
+            await call.rows(first)
+            await asyncio.sleep(2 * HEDGE)
+        await call.done()
+
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), hedge=HEDGE) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+        first.script = [sends_slowly]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert (len(first.calls), len(second.calls)) == (1, 0)
+        assert not replica_of(b, first).pace.slow
 
 
 async def test_who_is_first_to_give_the_header_may_hang_over_the_rows() -> None:
@@ -150,23 +244,25 @@ async def test_all_items_that_wait_at_a_slow_encoder_go_to_others_by_their_rank(
 async def test_a_slow_encoder_is_passed_over_until_a_try_succeeds() -> None:
     go_on = asyncio.Event()
 
-    async def hangs_in_the_middle(call: Call) -> None:
+    async def waits_for_others_in_the_middle(call: Call) -> None:
         await call.header()
         await call.rows(0)
-        await is_alive(call, go_on.is_set)
+        await is_alive(call, go_on.is_set, "fetch")
         await call.rows(4, ROWS - 4)
         await call.done()
 
     async with bench(ScriptedEncoder(), ScriptedEncoder(), rows=8 * ROWS, hedge=HEDGE) as b:
         await b.usable(2)
         slow, other = b.encoders
-        slow.script = [hangs_in_the_middle, is_alive, well]
+        slow.script = [waits_for_others_in_the_middle, is_alive, well]
         names = first_asked_of(b, slow)
         (begun,) = await b.land(names[0])
         assert await b.whole(names[1]) == content(names[1])
         for name in names[2:]:
             assert await b.whole(name) == content(name)
-        assert (len(slow.calls), len(other.calls)) == (2, 7), "what has rows stays, and nothing is tried beside it"
+        assert (len(slow.calls), len(other.calls)) == (2, 7), (
+            "what waits for others stays, and nothing is tried beside it"
+        )
         go_on.set()
         await settled(begun)
         assert begun.error is None

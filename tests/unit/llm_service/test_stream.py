@@ -15,6 +15,7 @@ from common.errors import DataLoss, Exhausted, Unavailable
 from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import MAX_POSITION, Header
 from common.rows.wire import crc32c
+from llm_service.encoders.row_wait import RowWait
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.inline import Inline
 from tests.unit.llm_service.scripted import LAYOUT, ROWS, content
@@ -62,7 +63,7 @@ def busy(times: int) -> list[v1.EncodeResponse]:
 async def test_an_encoder_that_says_that_it_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     target = memoryview(bytearray(ROWS * LAYOUT.row_bytes))
     call = SlowCall(monkeypatch, 0.8 * SILENCE, busy(10))
-    assert [count async for count, _ in stream(call).rows(target)] == [ROWS]
+    assert [count async for count, _ in stream(call).rows(target)] == [0] * 10 + [ROWS]
     assert target == content(b"picture")
 
 
@@ -77,7 +78,45 @@ async def test_one_that_says_nothing_for_too_long_is_not(monkeypatch: pytest.Mon
 async def test_a_loop_that_stood_still_reads_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     target = memoryview(bytearray(ROWS * LAYOUT.row_bytes))
     call = SlowCall(monkeypatch, 3 * SILENCE, busy(2), stall=True)
-    assert [count async for count, _ in stream(call).rows(target)] == [ROWS]
+    assert [count async for count, _ in stream(call).rows(target)] == [0, 0, ROWS]
+
+
+async def test_time_in_which_nobody_reads_is_not_the_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monotonic, passed = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed)
+    events = iter([v1.EncodeResponse(header=v1.EncodeHeader(**HEADER)), *busy(1)])
+
+    async def read() -> v1.EncodeResponse:
+        return next(events)
+
+    async def there() -> None:
+        return
+
+    waits = stream(SimpleNamespace(read=read, initial_metadata=there))
+    await waits.header()
+    passed += 1000.0
+    assert waits.waited() < 500.0
+    await waits.arrived()
+    assert waits.longest_wait < 500.0
+
+
+def test_an_encoder_s_time_without_a_row_counts_until_it_last_said_so() -> None:
+    wait = RowWait()
+    wait.on_message(1.0, "")
+    wait.on_message(1.0, "vit")
+    assert (wait.seconds, wait.with_room) == (2.0, 2.0)
+    wait.on_message(1.0, "room")
+    assert (wait.seconds, wait.with_room) == (0.0, 3.0)
+    wait.on_message(1.0, "fetch")
+    assert (wait.seconds, wait.with_room) == (0.0, 0.0)
+    wait.on_message(1.0, "vit")
+    wait.on_rows(0.5)
+    assert (wait.seconds, wait.with_room, wait.longest) == (0.0, 0.0, 1.5)
+    wait.on_rows(9.0)
+    assert wait.longest == 1.5, "later rows may take the network so long"
+    wait.on_message(2.0, "vit")
+    wait.on_rows(9.0)
+    assert wait.longest == 2.0
 
 
 async def test_a_request_that_is_on_its_way_waits_while_the_encoder_speaks_elsewhere() -> None:
