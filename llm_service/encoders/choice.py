@@ -91,6 +91,12 @@ class EncoderChoice:
         self._apart_until = None
         self._waiter.leave()
 
+    def on_going_on(self, replica: Replica) -> None:
+        """Of two encoders that had the item, this one is left. If the other has died, the item may be deadly, and other
+        such items are to stay away."""
+        if self._pool.is_suspect(self._affinity):
+            self._apart.enter_context(self._pool.isolation.at(replica.address, self._request))
+
     def on_done(self) -> None:
         """The encoder no longer has to do with the item."""
         self._apart.close()

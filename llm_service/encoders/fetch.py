@@ -288,6 +288,7 @@ class Fetch:
             return False
         (self._attempt,) = (each for each in both if each is not attempt)
         attempt.close()
+        self._choice.on_going_on(self._attempt.replica)
         return True
 
     def _take_back(self, hedge: Attempt) -> None:

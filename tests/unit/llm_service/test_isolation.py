@@ -9,7 +9,18 @@ import pytest
 from common.errors import Internal
 from llm_service.encoders import choice
 from llm_service.encoders.isolation import Isolation
-from tests.unit.llm_service.scripted import Bench, Call, Say, ScriptedEncoder, bench, content, eventually, well
+from tests.unit.llm_service.scripted import (
+    ROWS,
+    Bench,
+    Call,
+    Say,
+    ScriptedEncoder,
+    bench,
+    content,
+    eventually,
+    key_of,
+    well,
+)
 from twinlens import v1
 
 INNOCENT = b"innocent"
@@ -145,6 +156,52 @@ async def test_a_suspect_storms_no_full_encoder_while_the_other_has_one(monkeypa
         assert len(third.calls) == 1, "it said when to ask again"
         done.set()
         assert await asyncio.gather(*asked) == [content(name) for name in suspects]
+
+
+@pytest.mark.parametrize("dying_is_first", [True, False])
+async def test_an_item_at_two_encoders_of_which_one_dies_is_a_suspect_at_the_other(dying_is_first: bool) -> None:
+    """It was sent to a second one when no row came from the first."""
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), hedge=0.3) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(INNOCENT)
+        dying, left = (first, second) if dying_is_first else (second, first)
+        names = (b"item %d" % number for number in range(99))
+        other = next(name for name in names if b.first_and_second(name)[0] is dying)
+        may_die, may_end = asyncio.Event(), asyncio.Event()
+        there: list[bytes] = []
+
+        async def is_alive(call: Call, until: asyncio.Event) -> None:
+            await call.header()
+            stage = "vit" if call.data == INNOCENT else "fetch"  # in which no other encoder is asked
+            while not until.is_set():
+                await call.context.write(v1.EncodeResponse(progress=v1.EncodeProgress(stage=stage)))
+                await asyncio.sleep(0.02)
+
+        async def dies(call: Call) -> None:
+            await is_alive(call, may_die)
+            call.ending = call.ending or asyncio.create_task(dying.server.stop(None))
+            await asyncio.Event().wait()
+
+        async def goes_on(call: Call) -> None:
+            there.append(call.data)
+            if call.data == INNOCENT:
+                await is_alive(call, may_end)
+                await call.rows(0, ROWS)
+                await call.done()
+            else:
+                await well(call)
+
+        dying.script, left.script = [dies], [goes_on]
+        suspect = asyncio.create_task(b.whole(other))
+        hedged = asyncio.create_task(b.whole(INNOCENT))
+        await eventually(lambda: (dying.open, left.open) == (2, 1))
+        may_die.set()
+        await eventually(lambda: b.pool.quarantine.deaths(key_of(INNOCENT)))
+        assert b.pool.isolation.taken(None) == {left.address}
+        assert there == [INNOCENT], "its neighbour at the first waits for it"
+        may_end.set()
+        assert await asyncio.gather(hedged, suspect) == [content(INNOCENT), content(other)]
+        assert there == [INNOCENT, other]
 
 
 async def full_for_an_hour(call: Call) -> None:
