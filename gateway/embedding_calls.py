@@ -15,7 +15,7 @@ from common.telemetry import log
 from gateway.prompt_turns import Patience
 from gateway.request_context import RequestContext
 from gateway.routing_key import key_of
-from gateway.services import LlmService, LlmServices, Metadata, connection_lost, error_of
+from gateway.services import LlmService, LlmServices, Metadata, Outgoing, connection_lost, error_of
 from twinlens.v1 import llm_pb2
 
 
@@ -56,9 +56,10 @@ class EmbeddingCalls:
     ) -> llm_pb2.EmbedResponse:
         if seconds <= 0:
             raise DeadlineExceeded("the request took too long")
-        told = self._services.metadata_for((*metadata, (STATED, str(request.ByteSize()))))
+        outgoing = Outgoing(request)
+        told = self._services.metadata_for((*metadata, (STATED, str(outgoing.size))))
         log.bind(llm=service.address)
-        call = service.channels.stub.Embed(request, timeout=seconds, metadata=told)
+        call = service.channels.embed(outgoing, timeout=seconds, metadata=told)
         service.in_flight += 1
         try:
             return await call

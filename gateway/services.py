@@ -78,7 +78,7 @@ class Outgoing:
     """A request on its way out, of `size` bytes. gRPC keeps its argument until the call ends, so this holds next to
     nothing once it is sent."""
 
-    def __init__(self, request: llm_pb2.GenerateRequest) -> None:
+    def __init__(self, request: Message) -> None:
         serialized = request.SerializeToString()
         self.size = len(serialized)
         self._serialized: bytes | None = serialized
@@ -91,8 +91,8 @@ class Outgoing:
 
 
 class LlmChannels:
-    """The calls of one LLM service: `generate` sends an `Outgoing`, `stub` has all other calls. Its description and
-    load are asked on a channel of their own, `about`. Raises as `ChannelSet`."""
+    """The calls of one LLM service: `generate` and `embed` send an `Outgoing`, `stub` has all other calls. Its
+    description and load are asked on a channel of their own, `about`. Raises as `ChannelSet`."""
 
     def __init__(self, channels: ChannelSet) -> None:
         self.connections = channels
@@ -103,6 +103,11 @@ class LlmChannels:
             "/twinlens.v1.LlmService/Generate",
             request_serializer=Outgoing.serialize,
             response_deserializer=llm_pb2.GenerateResponse.FromString,
+        )
+        self.embed: grpc.aio.UnaryUnaryMultiCallable[Outgoing, llm_pb2.EmbedResponse] = calls.unary_unary(
+            "/twinlens.v1.LlmService/Embed",
+            request_serializer=Outgoing.serialize,
+            response_deserializer=llm_pb2.EmbedResponse.FromString,
         )
 
 

@@ -50,10 +50,13 @@ def check_prompts(count: int, most: int, field: str) -> None:
 def within(limit: int, requests: Iterable[Request]) -> Iterator[Request]:
     """The requests for a body's prompts, each of which repeats the shared fields. Raises TooLarge if several have more
     than `limit` bytes together."""
-    size = 0
+    size, unmeasured = 0, list[Request]()
     for number, request in enumerate(requests):
-        size += request.ByteSize()
-        if number and size > limit:
+        unmeasured.append(request)
+        if number:  # one alone may have any size, and to measure it is to serialise it
+            size += sum(each.ByteSize() for each in unmeasured)
+            unmeasured.clear()
+        if size > limit:
             said = f"prompts, each with what all of them share, may have {limit} bytes together"
             raise TooLarge(said, reason="BODY_TOO_LARGE")
         yield request
