@@ -6,10 +6,9 @@ the model wrote it; a stream may have reported its beginning before.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from gateway.tool_parsers.arguments import parsed
 from gateway.tool_parsers.begun import BegunCall
@@ -89,6 +88,7 @@ class OutputParser:
         if calls_or_form and self._mark:
             words = self._calls_or_form
         self._answer = {ToolFormat.LIST: self._list, ToolFormat.ARGUMENTS: self._arguments}.get(tools, words)
+        self._behind_call = self._list if tools is ToolFormat.LIST else self._words
         self._step = self._answer if constrained else self._beginning
         self._form_text = form_text
         self._marks = THINK
@@ -327,9 +327,7 @@ class OutputParser:
         if read is None:
             return False
         if not read.calls:
-            if self._begun and self._begun.name:
-                out.append(CallLeftOpen())
-            _add(out, TextDelta(self._before + self._held[: read.size]))
+            self._no_call(out, self._before + self._held[: read.size])
         for call in read.calls:
             self._made(out, call)
         self._drop(read.size)
@@ -337,8 +335,21 @@ class OutputParser:
         if last and not read.calls:
             self._gave_up()
         in_section = self._parser and self._parser.section and self.calls > self._sectioned
-        self._step = self._section if in_section else self._words
+        self._step = self._section if in_section else self._behind_call
         return True
+
+    def _no_call(self, out: list[Piece], text: str) -> None:
+        """What was read is text, or a required call that is cut off."""
+        had_to_be = self._cut and self._behind_call == self._list
+        if had_to_be and self._begun is None:
+            assert self._parser is not None
+            self._begun = BegunCall(self._parser.heads, self._functions)
+            self._tell(out, self._begun)
+        is_begun = self._begun is not None and bool(self._begun.name)
+        if is_begun:
+            out.append(CallLeftOpen())
+        if not (is_begun and had_to_be):
+            _add(out, TextDelta(text))
 
     def _tell(self, out: list[Piece], begun: BegunCall) -> None:
         """Reports what is certain of an incomplete call."""
@@ -358,17 +369,10 @@ class OutputParser:
             out += [CallStart(call[0]), ArgumentsDelta(call[1])]
 
     def _list(self, out: list[Piece], *, last: bool) -> bool:
-        """The answer is a list of calls, once it is whole."""
-        if not last:
-            return False
-        calls = parsed(self._held)
-        if isinstance(calls, list) and calls and all(map(_is_call, calls)):
-            for call in calls:
-                self._made(out, (call["name"], json.dumps(call["parameters"], ensure_ascii=False)))
-        else:
-            _add(out, TextDelta(self._held))
-        self._held = ""
-        return False
+        """The answer is a list of calls, or the rest of one."""
+        if last and self.calls and self._held.strip() in ("", "]"):
+            self._held = ""
+        return bool(self._held) and self._call(out, last=last)
 
     def _arguments(self, out: list[Piece], *, last: bool) -> bool:
         """The answer is a call's arguments; arguments ended by a stop text are text."""
@@ -382,7 +386,7 @@ class OutputParser:
             out.append(CallStart(next(iter(self._functions))))
         if self._held and self.calls:
             out.append(ArgumentsDelta(self._held))
-        if last and self._streamed and not is_whole:
+        if last and not is_whole:
             out += [CallLeftOpen()] * self.calls
         if not is_call:
             _add(out, TextDelta("".join(self._told)))
@@ -414,7 +418,3 @@ def _may_begin(text: str, marks: tuple[str, ...]) -> int:
             if mark.startswith(text[at:]):
                 return at
     return len(text)
-
-
-def _is_call(call: Any) -> bool:
-    return isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("parameters"), dict)

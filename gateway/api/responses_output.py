@@ -114,7 +114,7 @@ class Output:
         cut = ended.finished.reason == llm_pb2.FINISH_REASON_LENGTH
         yield from self._add(ended.pieces)
         self._finished = ended.finished
-        yield from self._leave("incomplete" if cut else "completed")
+        yield from self._leave("incomplete" if cut and self._open != "function_call" else "completed")
         self._done = True
         kind = "response.incomplete" if cut else "response.completed"
         yield {"type": kind, "response": self.response()}

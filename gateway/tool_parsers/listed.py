@@ -1,8 +1,9 @@
 """Calls in a JSON list behind a mark: Granite's `{"name": …, "arguments": {…}}`, like Hunyuan's and Phi's, or Apertus'
-`{name: {…}}`."""
+`{name: {…}}`; or in a list that is the answer, since it must be calls."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -14,6 +15,8 @@ GRANITE_BEGIN: Final = "<|tool_call|>"
 HUNYUAN: Final = ("<tool_calls>", "</tool_calls>")
 PHI_BEGIN: Final = "functools"
 APERTUS: Final = ("<|tools_prefix|>", "<|tools_suffix|>")
+
+_BEFORE: Final = re.compile(r"\s{0,64}[\[,]\s{0,64}(?=\{)")
 
 
 class ListReader:
@@ -68,6 +71,23 @@ def hunyuan_reader(_: Functions) -> Reader:
 def apertus_reader(_: Functions) -> Reader:
     """Reads up to `<|tools_suffix|>`."""
     return ListReader(APERTUS[1], _apertus_calls)
+
+
+class ForcedReader:
+    """Reads one call of an answer that is a list of calls, with the bracket or comma before it."""
+
+    def __init__(self, _: Functions) -> None:
+        self._json: JsonEnd | None = None
+        self._begin = 0
+
+    def read(self, text: str, *, last: bool) -> Stretch | None:
+        """See `Reader`."""
+        if self._json is None and (before := _BEFORE.match(text)):
+            self._begin, self._json = before.end(), JsonEnd()
+        size = NOT_YET if self._json is None else self._json.find(text, self._begin)
+        if size < 0:
+            return Stretch(len(text), []) if last else None
+        return Stretch(size, all_named([parsed_call(text[self._begin : size])]) or [])
 
 
 def _begins(mark: str, text: str) -> bool:

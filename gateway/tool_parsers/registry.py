@@ -11,6 +11,7 @@ from gateway.tool_parsers.listed import (
     GRANITE_BEGIN,
     HUNYUAN,
     PHI_BEGIN,
+    ForcedReader,
     apertus_reader,
     hunyuan_reader,
     marked_granite_reader,
@@ -19,7 +20,7 @@ from gateway.tool_parsers.listed import (
 from gateway.tool_parsers.pythonic import LFM_MARKS, LlamaReader, lfm_reader
 from gateway.tool_parsers.tagged import INTERNLM, MARKS, glm_reader, internlm_reader, json_reader
 from gateway.tool_parsers.tool_format import ToolFormat
-from gateway.tool_parsers.tool_parser import JSON_HEAD, LIST_HEAD, ToolParser
+from gateway.tool_parsers.tool_parser import FORCED_HEAD, JSON_HEAD, LIST_HEAD, ToolParser
 from gateway.tool_parsers.xml import FUNCTION, bare_xml_reader, xml_reader
 
 _JSON_HEADS = (JSON_HEAD,)
@@ -45,4 +46,5 @@ TOOL_PARSERS: Final[Mapping[ToolFormat, ToolParser]] = {
     ToolFormat.HUNYUAN: ToolParser(HUNYUAN[0], hunyuan_reader, heads=_LIST_HEADS),
     ToolFormat.PHI: ToolParser(PHI_BEGIN, plain_list_reader, heads=_LIST_HEADS),
     ToolFormat.INTERNLM: ToolParser(INTERNLM[0], internlm_reader),
+    ToolFormat.LIST: ToolParser("", ForcedReader, heads=(FORCED_HEAD,)),
 }

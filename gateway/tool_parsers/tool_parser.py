@@ -16,13 +16,14 @@ Functions: TypeAlias = Mapping[str, dict[str, Any]]
 Call: TypeAlias = tuple[str, str]
 """A function's name, and its arguments as JSON."""
 
-_NAMED: Final = (
-    r'\{\s{0,64}"name"\s{0,64}:\s{0,64}"(?P<name>[^"\\]{1,128})"\s{0,64},\s{0,64}"arguments"\s{0,64}:\s{0,64}(?=\{)'
-)
-JSON_HEAD: Final = re.compile(r"\s{0,64}" + _NAMED)
+_NAMED: Final = r'\{\s{0,64}"name"\s{0,64}:\s{0,64}"(?P<name>[^"\\]{1,128})"\s{0,64},\s{0,64}'
+_ARGUMENTS: Final = r'"arguments"\s{0,64}:\s{0,64}(?=\{)'
+JSON_HEAD: Final = re.compile(r"\s{0,64}" + _NAMED + _ARGUMENTS)
 """The text before the arguments of `{"name": …, "arguments": {…}}`."""
-LIST_HEAD: Final = re.compile(r"\s{0,64}\[\s{0,64}" + _NAMED)
+LIST_HEAD: Final = re.compile(r"\s{0,64}\[\s{0,64}" + _NAMED + _ARGUMENTS)
 """The same of the first in a list."""
+FORCED_HEAD: Final = re.compile(r"\s{0,64}[\[,]\s{0,64}" + _NAMED + r'"parameters"\s{0,64}:\s{0,64}(?=\{)')
+"""The same of one in a list `[{"name": …, "parameters": {…}}, …]`, with what separates it from the one before."""
 SPACE: Final = 64
 """White space before a call, at most."""
 

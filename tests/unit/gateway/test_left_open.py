@@ -12,15 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api import chat
-from gateway.chat_answers import taken_apart
-from gateway.output_parser import ArgumentsDelta, CallStart, OutputParser
+from gateway.api import chat, responses_output
+from gateway.api.responses_request import ResponsesRequest
+from gateway.chat_answers import ChoiceEnd, taken_apart
+from gateway.output_parser import ArgumentsDelta, CallLeftOpen, CallStart, OutputParser, Piece, TextDelta
 from gateway.tool_parsers.json_end import NO_JSON, JsonEnd, broken_end
 from gateway.tool_parsers.tool_format import ToolFormat
 from tests.unit.gateway.test_begun_calls import OBJECTS
 from tests.unit.gateway.test_call_streams import message, response
 from tests.unit.gateway.test_chat_streams import events
 from tests.unit.gateway.test_tool_parsers import FUNCTIONS
+from twinlens import v1
 
 MALFORMED = {
     '{"city": "Rome", "near": ["a"': "}",
@@ -109,4 +111,55 @@ def test_a_call_that_had_to_be_made_and_is_cut_off_is_one_that_ends_so(arguments
     assert choice.calls[0]["function"]["arguments"] == arguments
     parser = OutputParser(ToolFormat.ARGUMENTS, {"weather": {}})
     parser.feed(arguments)
-    assert parser.end(cut=True) == [CallStart("weather"), ArgumentsDelta(arguments)]
+    left_open = [CallLeftOpen()] if end else []
+    assert parser.end(cut=True) == [CallStart("weather"), ArgumentsDelta(arguments), *left_open]
+
+
+CALL = '{"name": "weather", "parameters": {"city": "Rome"}}'
+WHOLE = [CallStart("weather"), ArgumentsDelta('{"city": "Rome"}')]
+
+
+@pytest.mark.parametrize(
+    ("rest", "behind"),
+    [
+        ("]", []),
+        (" ", []),
+        (', {"na', [TextDelta(', {"na')]),
+        (', {"name": "now", "parameters": {', [CallStart("now"), ArgumentsDelta("{"), CallLeftOpen()]),
+        (', {"name": "now", "parameters": {"a": 12', [CallStart("now"), ArgumentsDelta('{"a": '), CallLeftOpen()]),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_of_a_list_that_is_cut_off_are_calls_and_the_last_is_left_open(
+    rest: str, behind: list[Piece], streams: bool
+) -> None:
+    text = f"[{CALL}{rest}"
+    for size in (1, 7, len(text)):
+        parser = OutputParser(ToolFormat.LIST, FUNCTIONS, streams=streams)
+        pieces = [piece for at in range(0, len(text), size) for piece in parser.feed(text[at : at + size])]
+        assert joined([*pieces, *parser.end(cut=True)]) == [*WHOLE, *behind]
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """The same, arguments in one piece."""
+    out: list[Piece] = []
+    for piece in pieces:
+        if out and isinstance(piece, ArgumentsDelta) and isinstance(last := out[-1], ArgumentsDelta):
+            out[-1] = ArgumentsDelta(last.text + piece.text)
+        else:
+            out.append(piece)
+    return out
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_only_a_call_that_is_left_open_makes_an_item_of_a_response_incomplete(cut: bool) -> None:
+    parser = OutputParser(ToolFormat.LIST, FUNCTIONS)
+    pieces = parser.feed(f"[{CALL}" + (', {"name": "now", "parameters": {"a' if cut else ""))
+    pieces += parser.end(cut=True)
+    finished = v1.GenerateFinished(reason=v1.FINISH_REASON_LENGTH)
+    output = responses_output.Output(ResponsesRequest(input="x"), "id", "demo")
+    told = list(output.add(ChoiceEnd(pieces, parser.calls, finished)))
+    states = [item["status"] for item in output.response()["output"]]
+    assert states == ["completed", "incomplete"][: 1 + cut]
+    assert [each["item"]["status"] for each in told if each["type"] == "response.output_item.done"] == states
+    assert output.response()["status"] == "incomplete"

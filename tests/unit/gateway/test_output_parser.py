@@ -307,7 +307,20 @@ CASES: dict[str, tuple[str, ToolFormat, dict[str, Any], list[tuple[Any, ...]]]] 
         {},
         [MADE, ("call", "now", {})],
     ),
-    "a list cut off": ('[{"name": "weather"', ToolFormat.LIST, {}, [("text", '[{"name": "weather"')]),
+    "a list that a stop text ends": ('[{"name": "weather"', ToolFormat.LIST, {}, [("text", '[{"name": "weather"')]),
+    "a list that a stop text ends behind a call": (
+        '[ {"name": "weather", "parameters": {"city": "Rome", "days": 2}} , {"name": "now", "parameters": {"a"',
+        ToolFormat.LIST,
+        {},
+        [MADE, ("text", ' , {"name": "now", "parameters": {"a"')],
+    ),
+    "a list with what is no call": (
+        '[{"name": "now"}, {"name": "now", "parameters": {}}]',
+        ToolFormat.LIST,
+        {},
+        [("text", '[{"name": "now"}'), ("call", "now", {})],
+    ),
+    "a list that is none": ('[{"name" "now"}, "now"]', ToolFormat.LIST, {}, [("text", '[{"name" "now"}, "now"]')]),
     "arguments that had to be": ('{"city": "Rome", "days": 2}', ToolFormat.ARGUMENTS, {}, [MADE]),
     "arguments that a stop text ends": ('{"city": "Ro', ToolFormat.ARGUMENTS, {}, [("text", '{"city": "Ro')]),
 }

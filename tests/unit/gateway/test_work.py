@@ -130,6 +130,9 @@ CASES = {
     "lists of Hunyuan's": (ToolFormat.HUNYUAN, "", '<tool_calls>["'),
     "lists of Phi's": (ToolFormat.PHI, "", 'functools["'),
     "half a text of InternLM's": (ToolFormat.INTERNLM, "", ACTION + '{"<|action_end|>'),
+    "calls that had to be": (ToolFormat.LIST, "[", '{"name": "now", "parameters": {}},'),
+    "half a list that had to be": (ToolFormat.LIST, '[{"name": "now", "parameters": {"a": "', "x"),
+    "lists that are none": (ToolFormat.LIST, "", '[{"a"]'),
 }
 
 
