@@ -7,12 +7,12 @@
 - 3: all tests for GPUs, in several processes.
 - 4, in the remaining time: long contexts, short weights, experts, pixels, and kernels under compute-sanitizer.
 
-The sections of a part take less than nine minutes together. Each has its own time limit, starts whatever the earlier
-ones gave, and starts only if there is time for it; further calls continue. A section's output goes to a file in the
-folder, rows of benchmarks also go to rows.jsonl, one by one, so that partial results are kept. A section with a file
-is not run again. One that failed leaves its output in a file that ends in `.failed`, whose last lines are shown, and
-is run again after those not yet tried. Each benchmark says what is new and what is *repeated*, and shows cache hits.
-`tools/gpu_day.sh` sets up the environment.
+A call takes less than ten minutes, with all that it takes to begin. Each section has its own time limit, starts
+whatever the earlier ones gave, and starts only if there is time for it; further calls continue. A section's output goes
+to a file in the folder, rows of benchmarks also go to rows.jsonl, one by one, so that partial results are kept. A
+section with a file is not run again. One that failed leaves its output in a file that ends in `.failed`, whose last
+lines are shown, and is run again after those not yet tried. Each benchmark says what is new and what is *repeated*, and
+shows cache hits. `tools/gpu_day.sh` sets up the environment.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from benchmarks import machine
 from benchmarks.quantized import FORMS
 from benchmarks.tables import Table, take
 
-_PART_SECONDS = 470.0
-"""A section that is ended has a minute to unwind, and a part ten minutes with all that it takes to begin."""
+_PART_SECONDS = 500.0
+"""From the script's beginning on, which may take long where nothing was read from a disk yet. A section that is ended
+has a minute to unwind, and all together ten minutes."""
 _PATIENCE = 4
 """Times as long as on a GPU may all take where it is tiny: a CPU compiles kernels of its own, interprets those of GPUs,
 and may have other things to do."""
@@ -48,8 +49,9 @@ TEST_OPTIONS = ("-n", str(_PROCESSES), "--dist", "loadfile", "--timeout", "120",
 times at once. A signal does not end the wait for a kernel that hangs, a thread does."""
 BY_TORCH = {f"TWINLENS_{service}_KERNELS": "torch" for service in ("LLM", "ENCODER")}
 """What a CPU computes beside a GPU torch does, whose kernels are there."""
-_HANG = ("--timeout", "50")
-"""Of tests that start no service: one that hangs takes less than a minute. What is said last counts."""
+_HANG, _FIRST_HANG = ("--timeout", "50"), ("--timeout", "80")
+"""Of tests that start no service: one that hangs takes less than a minute, or a little more of the first, which find
+nothing compiled. What is said last counts."""
 FIRST = (
     "tests/gpu/test_parity_on_gpu.py::test_greedy_tokens_are_the_references[qwen3_vl]",
     "tests/gpu/test_llm_on_gpu.py::test_graphs_give_the_tokens_of_eager_steps[qwen3_vl-64]",
@@ -99,7 +101,7 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
 
     made = {
         1: [
-            _tests("first", 70, *FIRST, alone=True, tiny=tiny),
+            _tests("first", 130, *FIRST, alone=True, tiny=tiny),
             Table("kernels", ("-m", "benchmarks.kernels_device", *small), 180, _environ(tiny=tiny)),
             bench("ceilings", "device", 40),
             bench("decoder", "llm_device", 110),
@@ -153,7 +155,8 @@ def _tests(name: str, seconds: float, *paths: str, tiny: bool, services: bool = 
     errors with the pinned versions alone. A kernel that breaks a process's context, or hangs, takes that process along,
     and no other test; what failed is told at once (`tests/gpu/conftest.py`)."""
     options = TEST_OPTIONS[TEST_OPTIONS.index("--timeout") :] if alone else TEST_OPTIONS
-    options = ("--collect-only",) if tiny else options if services else (*options, *_HANG)
+    hang = () if services else _FIRST_HANG if alone else _HANG
+    options = ("--collect-only",) if tiny else (*options, *hang)
     return Table(
         name, ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", *paths, *options), seconds, BY_TORCH
     )
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument("parts", type=int, nargs="+", choices=(1, 2, 3, 4))
     parser.add_argument("--folder", type=Path, required=True, help="folder of results; created if missing")
     parser.add_argument("--seconds", type=float, help="seconds for all parts together")
+    parser.add_argument("--begun", type=float, default=time.time(), help="when these began, in seconds since 1970")
     parser.add_argument("--tiny", action="store_true", help="a test run: small shapes, no figures; on CPUs as well")
     given = parser.parse_args()
     folder: Path = given.folder / "tiny" if given.tiny else given.folder
@@ -223,7 +227,7 @@ def main() -> None:
     seconds = given.seconds or _PART_SECONDS * (_PATIENCE if given.tiny else 1)
     every = parts(folder, tiny=given.tiny)
     sections = untried_first([section for part in given.parts for section in every[part]], folder)
-    failed = run(sections, folder, head, seconds, archive)
+    failed = run(sections, folder, head, seconds - (time.time() - given.begun), archive)
     sys.exit(f"failed: {', '.join(failed)}" if failed else None)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.device import Again
 from benchmarks.llm_device import Settings, config_of, make_runner, step
 from benchmarks.quantized import FORMS
-from common.gpu.device import told_waits
+from common.gpu.device import told_waits, use_gpu
 from common.gpu.graphs import Capture, CaptureFailed, CudaCapture, first_of
 from testkit import triton_interpreter
 
@@ -433,7 +433,7 @@ def main() -> None:
     torch.manual_seed(0)
     here = Place(torch.device("cuda:0" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32, tiny=given.tiny)
     if gpu:
-        torch.cuda.set_device(here.device)
+        use_gpu(here.device)
     failed = False
     for said in run(here, given.begin, given.progress, once=given.once):
         print(said, flush=True)

@@ -7,6 +7,7 @@ cache had some of it, it gives no figure.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -79,7 +80,8 @@ class Side(Protocol):
 
 
 async def measure(side: Side, plan: Plan, tokens: int) -> Measured:
-    """All rows; raises NotNewError where new content was in a cache."""
+    """All rows, each told on standard error as soon as it is there: tables come at the end, which a run may not reach.
+    Raises NotNewError where new content was in a cache."""
     await side.together(plan.warm_up, _WARM_UP_TOKENS)
     found = Measured()
 
@@ -89,6 +91,7 @@ async def measure(side: Side, plan: Plan, tokens: int) -> Measured:
         found.hits[name] = since(before, await side.hits())
         if name not in REPEATED:
             check_new(f"{side.name}, {TITLES[name]}", found.hits[name])
+        print(f"{side.name}, {TITLES[name]}: {found.figures[name]:.4g}", file=sys.stderr, flush=True)
 
     async def first(questions: Sequence[Question]) -> float:
         answers = [await side.ask(question, 1) for question in questions]

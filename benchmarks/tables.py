@@ -30,6 +30,7 @@ from llm_service.layers.cpu.selection import wide_vectors
 _QUIET = 0.1
 """The share of the cores above which others are at work."""
 _UNWIND_SECONDS = 60.0
+_KILLED_SECONDS = 5.0
 _CHOSEN = ("OMP_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "TWINLENS_")
 """Beginnings of variables that would change figures; a table sets those that it wants."""
 _CHECKPOINTS = (("qwen3_vl", "float32"), ("qwen3_vl", "bfloat16"), ("qwen3_5", "bfloat16"))
@@ -184,7 +185,8 @@ def _run(table: Table, out: int) -> int | None:
                 child.wait(_UNWIND_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # what may be left of its processes
-        child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps a process that was killed
+            child.wait(_KILLED_SECONDS)
 
 
 def _prepare() -> None:

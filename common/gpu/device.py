@@ -16,13 +16,14 @@ _WAITS = "called a synchronizing CUDA operation"
 
 
 def use_gpu(device: torch.device) -> None:
-    """Makes a GPU current, since Triton launches there wherever the tensors are. Raises CheckpointError if this torch
-    cannot use it."""
+    """Makes a GPU current, since Triton launches there wherever the tensors are, with its context, which calls to the
+    driver need: torch makes it at the first work for the GPU. Raises CheckpointError if this torch cannot use it."""
     if not torch.cuda.is_available():
         raise CheckpointError(
             f"torch {torch.__version__} cannot use {device}: install a build for this driver, or use --device cpu"
         )
     torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)
 
 
 def release_memory() -> None:

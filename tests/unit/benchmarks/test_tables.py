@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,24 @@ def test_one_that_takes_too_long_is_interrupted_and_its_processes_end(tmp_path: 
     *_, child, last = said
     assert last == "unwound"
     until(lambda: not Path(f"/proc/{child}").exists(), "the child of a table that was ended has ended")
+
+
+def test_one_that_stays_though_it_was_killed_keeps_no_other_from_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process stays that waits for a driver which does not answer any more."""
+    waited = list[float]()
+
+    def wait(seconds: float) -> int:
+        waited.append(seconds)
+        raise subprocess.TimeoutExpired("made", seconds)
+
+    stuck = SimpleNamespace(wait=wait, poll=lambda: None, send_signal=lambda _: None, pid=1)
+    monkeypatch.setattr(tables, "popen", lambda *_, **__: stuck)
+    monkeypatch.setattr("os.killpg", lambda *_: None)
+    assert take(says("", seconds=9.0), tmp_path, []).endswith("FAILED: out of time")
+    assert waited[0] == 9.0
+    assert sum(waited[1:]) < 70
 
 
 def test_variables_that_would_change_figures_are_a_tables_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from common.gpu.device import use_gpu
 from common.gpu.graphs import CaptureFailed, CudaCapture
 
 GPU = torch.device("cuda:0")
@@ -122,3 +123,12 @@ def test_too_little_memory_is_told_as_such(device: mock.MagicMock, monkeypatch: 
     monkeypatch.setattr(Graph, "invalid", True)
     with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"):
         CudaCapture(GPU)(mock.Mock(side_effect=[None, None, torch.OutOfMemoryError("tried to allocate")]))
+
+
+def test_a_gpu_that_is_used_has_a_context_that_the_driver_finds(
+    device: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", device.set_device)
+    use_gpu(GPU)
+    assert device.mock_calls == [mock.call.set_device(GPU), mock.call.synchronize(GPU)]

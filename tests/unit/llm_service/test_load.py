@@ -43,6 +43,7 @@ def test_a_rank_s_kernels_start_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) 
     asked: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(load, "_load", lambda *_: list(asked))
     assert load.load_rank(SETTINGS, SECOND, ALONE, -1) == [SECOND], "before anything is loaded"
     load.load_rank(SETTINGS, torch.device("cpu"), ALONE, -1)
@@ -54,7 +55,8 @@ def test_a_gpu_that_is_too_small_is_told_in_one_line(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nException raised from malloc")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: None)
     monkeypatch.setattr(load, "_load", load_too_much)
     with pytest.raises(CheckpointError) as caught:
         load.load_rank(SETTINGS, SECOND, ALONE, -1)
