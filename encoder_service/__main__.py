@@ -15,7 +15,7 @@ def main(*, worker: str = "encoder_service.worker") -> None:
     """Serves until a signal arrives; exits with 1 and one line if it cannot start. Device workers run the module
     `worker`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
-    prepare()
+    prepare("encoder_service")
     keep_grpc_out()
     require("encoder_service")  # before anything that is installed with it is imported
     from common.checkpoints.checkpoint import CheckpointError

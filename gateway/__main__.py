@@ -14,7 +14,7 @@ _MODULES = ("google.rpc", "httptools", "prometheus_client", "pydantic", "starlet
 def main() -> None:
     """Serves until a signal arrives; exits with 1 and one line if it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
-    prepare()
+    prepare("gateway")
     if missing := [name for name in _MODULES if not _is_here(name)]:
         sys.exit(f"gateway: not installed: {', '.join(missing)}. Install them with: pip install 'twinlens[gateway]'")
     import uvloop

@@ -15,7 +15,7 @@ def main(*, engine: str = "llm_service.engine") -> None:
     """Serves until a signal arrives; exits with 1 and one line if it cannot start. The engine runs the module
     `engine`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the service listens for it, it ends the process in silence
-    prepare()
+    prepare("llm_service")
     keep_grpc_out()
     require("llm_service")  # before anything that is installed with it is imported
     import uvloop

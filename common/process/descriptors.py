@@ -3,16 +3,19 @@ and the limit of further ones."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import sys
 
 _OUTPUT, _LAST = 1, 2
-_MOST = 65_536
+_FEWEST, _MOST = 64, 65_536
 
 
-def prepare() -> None:
+def prepare(program: str) -> None:
     """Called before anything is opened: redirects closed standard streams to nowhere, in children as well, and raises
-    the limit of descriptors as far as allowed.
+    the limit of descriptors as far as allowed. If too few are free to start, ends the program with one line: where
+    gRPC's threads find none, they end it by a signal.
 
     Otherwise the first files opened would get the numbers of closed streams: C libraries would write errors into a
     socket, and uvloop, which never closes these three, would abort. And many systems allow 1024 descriptors by default,
@@ -25,6 +28,22 @@ def prepare() -> None:
     wanted = _MOST if most == resource.RLIM_INFINITY else min(most, _MOST)
     if resource.RLIM_INFINITY != allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if (free := _count_free(_FEWEST)) < _FEWEST:
+        sys.exit(
+            f"{program}: only {free} more file descriptors may be opened, of at least {_FEWEST} to start: the limit of"
+            f" {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -n) is too low"
+        )
+
+
+def _count_free(most: int) -> int:
+    """How many descriptors can be opened, counted up to `most`."""
+    opened: list[int] = []
+    with contextlib.suppress(OSError):
+        while len(opened) < most:
+            opened.append(os.dup(_LAST))
+    for descriptor in opened:
+        os.close(descriptor)
+    return len(opened)
 
 
 def say(line: str) -> str:

@@ -17,7 +17,7 @@ _PROGRAM = """
 import os, socket, subprocess, sys
 from common.process.descriptors import prepare
 
-prepare()
+prepare("a program")
 os.fstat(2)
 assert socket.socket().fileno() > 2
 sys.exit(subprocess.run([sys.executable, "-c", "import os; [os.fstat(n) for n in range(3)]"]).returncode)
@@ -38,7 +38,7 @@ def test_what_is_closed_leads_nowhere_and_so_it_does_in_children(closed: str) ->
 
 def test_as_many_are_allowed_as_may_be() -> None:
     said = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
-    program = f"from common.process.descriptors import prepare; prepare(); {said}"
+    program = f"from common.process.descriptors import prepare; prepare('a program'); {said}"
 
     def limits(few: str) -> list[str]:
         command = ["sh", "-c", f'ulimit {few}; exec "$0" "$@"', sys.executable, "-c", program]
@@ -46,6 +46,16 @@ def test_as_many_are_allowed_as_may_be() -> None:
 
     assert limits("-n 400; ulimit -Sn 100") == ["400", "400"]
     assert limits("-n 400") == ["400", "400"]
+
+
+@pytest.mark.parametrize("service", _SERVICES)
+@pytest.mark.parametrize("limit", [8, 16, 20, 60])
+def test_a_service_that_may_open_too_few_ends_with_one_line(service: str, limit: int) -> None:
+    command = ["sh", "-c", f'ulimit -n {limit}; exec "$0" "$@"', sys.executable, "-m", *_SERVICES[service]]
+    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1), ended.stderr
+    assert "file descriptors may be opened" in ended.stderr
+    assert f"the limit of {limit}" in ended.stderr
 
 
 @pytest.mark.parametrize("service", _SERVICES)
