@@ -31,26 +31,18 @@ OPTIONS = {
     for service, kind in SERVICES.items()
 }
 OF_OTHERS = {
-    "--help",
-    *(f"--{name}" for name in ("build", "build-arg", "network", "no-recreate", "remove-orphans", "scale")),
+    "docker compose": "build build-arg network no-recreate remove-orphans scale",
+    "kubectl": "from-file labels restart rm",
+    "helm": "dry-run force-conflicts set wait",
+    "pip": "no-build-isolation",
+    "guidellm": "backend constraint data profile tokenizer",
+    "aiperf": "url endpoint-type streaming ui concurrency request-count isl osl extra-inputs random-seed"
+    " use-server-token-count image-width-mean image-height-mean image-format",
+    "endpoint pickers": "config-file cache-info-metric kv-cache-usage-percentage-metric lora-info-metric"
+    " model-server-metrics-port total-queued-requests-metric total-running-requests-metric",
+    "all": "help",
 }
-OF_OTHERS |= {"--from-file", "--labels", "--restart", "--rm"}  # of kubectl; the ones before are those of containers
-OF_OTHERS |= {"--dry-run", "--force-conflicts", "--set", "--wait"}  # of helm
-OF_OTHERS |= {f"--{name}" for name in ("dest", "implementation", "no-deps", "no-index", "only-binary", "platform")}
-OF_OTHERS |= {"--no-build-isolation"}
-OF_OTHERS |= {"--python-version", "--target", "--timeout"}  # of pytest; the others since kubectl's are pip's
-OF_OTHERS |= {f"--{name}" for name in ("backend", "constraint", "data", "profile", "tokenizer")}  # of guidellm
-OF_OTHERS |= {
-    f"--{name}" for name in ("url", "endpoint-type", "streaming", "ui", "concurrency", "request-count", "isl")
-}
-OF_OTHERS |= {f"--{name}" for name in ("osl", "extra-inputs", "random-seed", "use-server-token-count")}  # and these
-OF_OTHERS |= {f"--image-{name}" for name in ("width-mean", "height-mean", "format")}  # of aiperf
-OF_OTHERS |= {f"--total-{what}-requests-metric" for what in ("queued", "running")} | {"--config-file"}
-OF_OTHERS |= {
-    f"--{name}"  # of endpoint pickers
-    for name in ("kv-cache-usage-percentage-metric", "lora-info-metric", "cache-info-metric")
-}
-OF_OTHERS |= {"--model-server-metrics-port"}  # likewise
+"""Options of other programs that pages name."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 HOMES = (ROOT, *(ROOT / service for service in SERVICES))
@@ -91,7 +83,8 @@ def test_code_is_in_fenced_blocks_and_each_command_has_a_line(page: Path) -> Non
 
 @each_page
 def test_every_flag_is_one(page: Path) -> None:
-    known = {*flags_of_the_client(), *flags_of_programs(), *OF_OTHERS}.union(*OPTIONS.values())
+    others = {f"--{name}" for names in OF_OTHERS.values() for name in names.split()}
+    known = {*flags_of_the_client(), *flags_of_programs(), *others}.union(*OPTIONS.values())
     assert set(FLAG.findall(page.read_text())) - known == set()
 
 
