@@ -23,7 +23,7 @@ from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import Add, ItemRows
 from llm_service.engine.scheduler import Scheduler
 from llm_service.plan import StepResult
-from llm_service.request import SamplingParams
+from llm_service.request import MediaRun, SamplingParams
 
 _SYSTEM, _PICTURE = 300, 256
 _END, _PAD, _WORDS = 0, 1, 150_000
@@ -118,7 +118,7 @@ class Ours:
 
 def _picture(prompt: list[int]) -> list[ItemRows]:
     begin = prompt.index(_PAD) if _PAD in prompt else None
-    return [] if begin is None else [ItemRows(b"picture", 0, [(begin, 0, _PICTURE)], _PICTURE)]
+    return [] if begin is None else [ItemRows(b"picture", 0, (MediaRun(begin, 0, _PICTURE),), _PICTURE)]
 
 
 class LastUsed:

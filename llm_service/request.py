@@ -283,15 +283,19 @@ class Request:
         return self.salt if self.adapter is None else f"{self.salt}\0{self.adapter.digest.hex()}"
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Prompt positions [start, start + count) hold rows [first_row, first_row + count) of an item. For a pruned video,
-    these are the rows kept of its grid's next `grid_rows`."""
+class MediaRun(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
+    """Positions [begin, begin + count), usually of a prompt, hold rows [first_row, first_row + count) of an item. For a
+    pruned video, these are the rows kept of its grid's next `grid_rows`."""
 
-    start: int
+    begin: int
     first_row: int
     count: int
     grid_rows: int = 0
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.begin + self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,17 +304,17 @@ class Span:
 
     item: int
     header: Header
-    runs: tuple[Run, ...]
+    runs: tuple[MediaRun, ...]
 
     @property
-    def start(self) -> int:
+    def begin(self) -> int:
         """The first position."""
-        return self.runs[0].start
+        return self.runs[0].begin
 
     @property
     def end(self) -> int:
         """One past the last position."""
-        return self.runs[-1].start + self.runs[-1].count
+        return self.runs[-1].end
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,8 +321,7 @@ class LocalEngine:
         items = []
         for span in prompt.layout.spans:
             offset = self._land(span.header.key, prompt.rows[span.item])
-            runs = [(run.start, run.first_row, run.count) for run in span.runs]
-            items.append(ItemRows(span.header.key, offset, runs, span.header.tokens))
+            items.append(ItemRows(span.header.key, offset, span.runs, span.header.tokens))
         self._ids += 1
         self._rows[self._ids] = [(item.offset, item.landed) for item in items]
         if late or unplaced:

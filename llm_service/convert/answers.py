@@ -24,8 +24,8 @@ def started(request: Request, event: Begun, template: ChatTemplate) -> llm_pb2.G
     spans = [
         llm_pb2.MediaSpan(
             item=span.item,
-            start=span.start,
-            length=span.end - span.start,
+            start=span.begin,
+            length=span.end - span.begin,
             rows=span.header.tokens,
             key=span.header.key,
             cached=span.header.cached,

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-Run = tuple[int, ...]
+Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,22 +15,22 @@ class BadWords:
     """`alone` are runs of one token; `longer` has the other runs by their last token but one. Lookups take the last
     `reach` tokens of an output, or more, or all if there are fewer."""
 
-    alone: Run
-    longer: dict[int, list[Run]]
+    alone: Tokens
+    longer: dict[int, list[Tokens]]
     reach: int
 
     @classmethod
-    def of(cls, runs: Iterable[Run]) -> BadWords | None:
+    def of(cls, runs: Iterable[Tokens]) -> BadWords | None:
         """None if there are no runs."""
         each = list(dict.fromkeys(runs))
-        longer: dict[int, list[Run]] = {}
+        longer: dict[int, list[Tokens]] = {}
         for run in each:
             if len(run) > 1:
                 longer.setdefault(run[-2], []).append(run)
         alone = tuple(run[0] for run in each if len(run) == 1)
         return cls(alone, longer, max(map(len, each)) - 1) if each else None
 
-    def banned(self, output: array[int]) -> Run:
+    def banned(self, output: array[int]) -> Tokens:
         """The tokens that may not follow an answer.
 
         >>> words = BadWords.of([(5,), (1, 2), (3, 1, 7)])
@@ -53,5 +53,5 @@ class BadWords:
         )
 
 
-def _ends_with(output: array[int], run: Run) -> bool:
+def _ends_with(output: array[int], run: Tokens) -> bool:
     return not run or (len(output) >= len(run) and tuple(output[-len(run) :]) == run)

@@ -224,10 +224,10 @@ def _rows(sequence: Sequence, count: int, at: int, row_bytes: int) -> Iterator[R
     if begin >= sequence.prompt.media_end:
         return
     for item in sequence.prompt.items:
-        for start, first_row, length in item.runs:
-            low, high = max(start, begin), min(start + length, end)
+        for run in item.runs:
+            low, high = max(run.begin, begin), min(run.end, end)
             if low < high:
-                row = first_row + low - start
+                row = run.first_row + low - run.begin
                 yield RowSlice(at + low - begin, item.offset + row * row_bytes, high - low)
 
 

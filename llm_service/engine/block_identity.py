@@ -16,28 +16,19 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from common.hash_fields import framed
+from llm_service.request import MediaRun
 
 _SIZE = hashlib.sha256().digest_size
 NEVER = 1 << 62
 """A place that no sequence has."""
 
 
-class MediaRun(NamedTuple):
-    """Media rows that stand side by side in a prompt: places [begin, end), from row `row` of the item on."""
+class KeyedRun(NamedTuple):
+    """A run of media rows, and the key of its item. What is no row, but is computed as if it depended on one, has a key
+    that says on what."""
 
-    begin: int
-    end: int
-    row: int
+    run: MediaRun
     key: bytes
-
-
-class BlockRows(NamedTuple):
-    """Media rows in a block: `rows` rows of an item, beginning with row `first`, at position `at` of the block."""
-
-    key: bytes
-    first: int
-    at: int
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +43,13 @@ class BlockContent:
     keys: tuple[str, ...]
 
 
-def block_identity(parent: bytes, token_ids: bytes, media: Seq[BlockRows]) -> bytes:
-    """The identity of a full block: SHA-256 over its parent's identity, its int32 tokens, and the media runs in it. The
-    runs' positions do not follow from the tokens, since a client that lays a prompt out may use an item's token without
-    a row."""
-    parts = [part for key, *numbers in media for part in (key, *(each.to_bytes(8, "little") for each in numbers))]
+def block_identity(parent: bytes, token_ids: bytes, media: Seq[KeyedRun]) -> bytes:
+    """The identity of a full block: SHA-256 over its parent's identity, its int32 tokens, and the media runs in it,
+    whose positions count from its first token. They do not follow from the tokens, since a client that lays a prompt
+    out may use an item's token without a row."""
+    parts: list[bytes] = []
+    for run, key in media:
+        parts += (key, *(each.to_bytes(8, "little") for each in (run.first_row, run.begin, run.count)))
     return hashlib.sha256(framed(parent, token_ids, *parts)).digest()
 
 
@@ -71,7 +64,7 @@ class BlockIdentities:
     `runs` are the sequence's media in order. From position `other_from` on, the content of blocks depends on the
     sequence, and no other sequence has it. `known` are the identities computed so far, from the first block on."""
 
-    def __init__(self, root: bytes, runs: Seq[MediaRun], other_from: int = NEVER, known: bytes = b"") -> None:
+    def __init__(self, root: bytes, runs: Seq[KeyedRun], other_from: int = NEVER, known: bytes = b"") -> None:
         self._root, self._other_from = root, other_from
         self._runs = runs
         self._known = [known[at : at + _SIZE] for at in range(0, len(known), _SIZE)]
@@ -99,7 +92,7 @@ class BlockIdentities:
             parent = self._known[-1] if number else self._root
             if begin <= self._other_from < end:
                 parent = block_identity(parent, self._other_from.to_bytes(8, "little"), ())
-            media = [_within(run, begin, end) for run in self._runs_within(begin, end)]
+            media = [_within(each, begin, end) for each in self._runs_within(begin, end)]
             self._known.append(block_identity(parent, tokens[begin:end].tobytes(), media))
         return self._known[index]
 
@@ -110,26 +103,27 @@ class BlockIdentities:
         keys = [] if index or self._root == plain_root else [self._root.hex()]
         if begin <= self._other_from < end:
             keys.append(hashlib.sha256(framed(b"answer", self._other_from.to_bytes(8, "little"))).hexdigest())
-        first = bisect_right(self._runs, begin, key=lambda run: run.end)
-        for run in takewhile(lambda run: run.begin < end, islice(self._runs, first, None)):
-            named = run.key.hex() if len(run.key) == _SIZE else hashlib.sha256(run.key).hexdigest()
+        first = bisect_right(self._runs, begin, key=lambda each: each.run.end)
+        for _, key in takewhile(lambda each: each.run.begin < end, islice(self._runs, first, None)):
+            named = key.hex() if len(key) == _SIZE else hashlib.sha256(key).hexdigest()
             if named not in keys:
                 keys.append(named)
         parent = self._known[index - 1] if index else None
         return BlockContent(parent, tokens[begin:end].tobytes(), adapter, tuple(keys))
 
-    def _runs_within(self, begin: int, end: int) -> Iterator[MediaRun]:
+    def _runs_within(self, begin: int, end: int) -> Iterator[KeyedRun]:
         """The runs that overlap [begin, end); calls must be in order."""
-        while self._passed_runs < len(self._runs) and self._runs[self._passed_runs].end <= begin:
+        while self._passed_runs < len(self._runs) and self._runs[self._passed_runs].run.end <= begin:
             self._passed_runs += 1
-        return takewhile(lambda run: run.begin < end, islice(self._runs, self._passed_runs, None))
+        return takewhile(lambda each: each.run.begin < end, islice(self._runs, self._passed_runs, None))
 
 
-def _within(run: MediaRun, begin: int, end: int) -> BlockRows:
-    """The part of a run that stands in a block, which it reaches.
+def _within(keyed: KeyedRun, begin: int, end: int) -> KeyedRun:
+    """The part of a run that stands in the block at [begin, end), which it reaches, with positions of the block.
 
-    >>> _within(MediaRun(10, 40, 0, b"key"), 16, 32)
-    BlockRows(key=b'key', first=6, at=0, rows=16)
+    >>> _within(KeyedRun(MediaRun(10, 0, 30), b"key"), 16, 32).run
+    MediaRun(begin=0, first_row=6, count=16, grid_rows=0)
     """
+    run, key = keyed
     first = max(run.begin, begin)
-    return BlockRows(run.key, run.row + first - run.begin, first - begin, min(run.end, end) - first)
+    return KeyedRun(MediaRun(first - begin, run.first_row + first - run.begin, min(run.end, end) - first), key)

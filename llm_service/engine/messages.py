@@ -8,7 +8,7 @@ import msgspec
 
 from llm_service.model_config.served import Weights
 from llm_service.plan import TokenLogprobs
-from llm_service.request import Pooling, SamplingParams
+from llm_service.request import MediaRun, Pooling, SamplingParams
 from llm_service.settings import EngineSettings
 from llm_service.worker.messages import InvalidateRows, PullRows, UnmapPool
 
@@ -23,8 +23,7 @@ class ItemRows(msgspec.Struct, frozen=True, array_like=True):
     """Its `Header.rows_key`."""
     offset: int
     """Offset of its rows in the row arena, in bytes; or NOWHERE."""
-    runs: list[tuple[int, int, int]]
-    """(first prompt position, first row, count)."""
+    runs: tuple[MediaRun, ...]
     landed: int
     """Number of rows that have arrived, from the first on."""
 

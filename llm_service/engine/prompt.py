@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llm_service.engine.block_identity import BlockRows, MediaRun, block_identity, root_identity
+from llm_service.engine.block_identity import KeyedRun, block_identity, root_identity
 from llm_service.engine.messages import NOWHERE, Add, ItemRows
-from llm_service.engine.prompt_identities import named_runs, prompt_root
+from llm_service.engine.prompt_identities import keyed_runs, prompt_root, with_texts_apart
 from llm_service.engine.state_slots import Place
 from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
+from llm_service.request import MediaRun
 
 _FIRST_BRANCHES, _LAST_BRANCHES = 2, 4
 """Branches kept of a prompt with many turns and media: the system prompt and what follows it, and the last turns, which
@@ -20,12 +21,11 @@ may be asked again."""
 
 @dataclass(slots=True)
 class PromptItem:
-    """An item of a prompt. `runs` are (first position, first row, rows); the first `landed` rows are in the arena, and
-    `offset` is the item's place there in bytes."""
+    """An item of a prompt. Its first `landed` rows are in the arena, and `offset` is its place there in bytes."""
 
     key: bytes
     offset: int
-    runs: list[tuple[int, int, int]]
+    runs: tuple[MediaRun, ...]
     landed: int
 
     @classmethod
@@ -60,8 +60,8 @@ class Prompt:
     items: list[PromptItem]
     runs: list[MediaRun]
     """The runs of all items, in order."""
-    named_runs: list[MediaRun]
-    """These, with texts that do not count on."""
+    keyed_runs: list[KeyedRun]
+    """These, and texts whose positions do not count on, for the identities of blocks."""
     media_end: int
     """One past the last place of a media row, 0 without any."""
     whole_end: int
@@ -82,22 +82,21 @@ class Prompt:
         """The prompt of a request, cut according to `rule`."""
         tokens = array("i", add.token_ids)
         items = [PromptItem.of(item) for item in add.items]
-        runs = sorted(MediaRun(at, at + count, row, item.key) for item in items for at, row, count in item.runs)
+        runs = keyed_runs((item.key, item.runs) for item in items)
         whole_end = rule.whole_end(tokens)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(tokens))
         root = prompt_root(positions, add.salt, add.adapter_digest)
         if whole_end:  # each token depends on all tokens
-            media = [BlockRows(run.key, run.row, run.begin, run.end - run.begin) for run in runs]
-            root = block_identity(root, tokens[:whole_end].tobytes(), media)
+            root = block_identity(root, tokens[:whole_end].tobytes(), runs)
         penalises = add.sampling.repetition_penalty != 1.0
         return cls(
             tokens=tokens,
             positions=positions,
             mrope_delta=add.mrope_delta,
             items=items,
-            runs=runs,
-            named_runs=named_runs(positions, runs),
-            media_end=max((run.end for run in runs), default=0),
+            runs=[run for run, _ in runs],
+            keyed_runs=with_texts_apart(positions, runs),
+            media_end=max((run.end for run, _ in runs), default=0),
             whole_end=whole_end,
             root=root,
             plain_root=root_identity("", add.adapter_digest),
@@ -113,14 +112,11 @@ class Prompt:
     @property
     def longest_run(self) -> int:
         """Rows of its longest run."""
-        return max((run.end - run.begin for run in self.runs), default=0)
+        return max((run.count for run in self.runs), default=0)
 
     def lacks_rows(self, begin: int) -> bool:
         """Whether an item has no place in the arena though some of its rows stand at `begin` or after it."""
-        return any(
-            item.offset == NOWHERE and any(start + count > begin for start, _, count in item.runs)
-            for item in self.items
-        )
+        return any(item.offset == NOWHERE and any(run.end > begin for run in item.runs) for item in self.items)
 
     def computable_end(self, begin: int, end: int) -> int:
         """`end`, or before it the place of the first media row behind `begin` that has not landed.
@@ -130,9 +126,9 @@ class Prompt:
         if begin >= self.media_end:
             return end
         for item in self.items:
-            for start, first_row, count in item.runs:
-                if start + count > begin and item.landed < first_row + count:
-                    end = min(end, start + max(0, item.landed - first_row))
+            for run in item.runs:
+                if run.end > begin and item.landed < run.first_row + run.count:
+                    end = min(end, run.begin + max(0, item.landed - run.first_row))
         return end
 
     def without_partial_media(self, begin: int, count: int, longest: int) -> int:
@@ -144,11 +140,10 @@ class Prompt:
         end = begin + count
         if end < self.whole_end:
             return 0
-        for item in self.items:
-            for start, _, length in item.runs:
-                first = max(start, begin)
-                if start < end < start + length and start + length - first <= longest:
-                    return first - begin
+        for run in self.runs:
+            first = max(run.begin, begin)
+            if run.begin < end < run.end and run.end - first <= longest:
+                return first - begin
         return count
 
     def next_whole(self, begin: int) -> tuple[int, int]:
@@ -168,7 +163,7 @@ class Prompt:
         slot."""
         if self._ends is None:
             turns = (np.flatnonzero(np.isin(self.tokens, turn_ends)) + 1).tolist()
-            media = [max(start + count for start, _, count in item.runs) for item in self.items if item.runs]
+            media = [max(run.end for run in item.runs) for item in self.items if item.runs]
             self._ends = sorted({end // multiple * multiple for end in (*turns, *media)})
         found = dict.fromkeys(self._ends[-_LAST_BRANCHES:], Place.TURN)
         return found | dict.fromkeys(self._ends[:_FIRST_BRANCHES], Place.OPENING)

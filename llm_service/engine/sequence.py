@@ -154,7 +154,7 @@ class Sequence:
             prompt=prompt,
             tokens=prompt.tokens + output,
             identities=BlockIdentities(
-                prompt.root, prompt.named_runs, length if limits.forgets_answers else NEVER, add.identities
+                prompt.root, prompt.keyed_runs, length if limits.forgets_answers else NEVER, add.identities
             ),
             sampling=sampling,
             adapter=add.adapter,

@@ -20,7 +20,6 @@ from common.telemetry import tracing
 from common.telemetry.stages import Stage, seconds_of
 from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
-from llm_service.engine.block_identity import MediaRun
 from llm_service.engine.messages import (
     Add,
     Complete,
@@ -32,7 +31,7 @@ from llm_service.engine.messages import (
     Started,
     State,
 )
-from llm_service.engine.prompt_identities import block_identities
+from llm_service.engine.prompt_identities import block_identities, keyed_runs
 from llm_service.engine_client.client import EngineClient
 from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.generation.adapters import Adapters
@@ -280,11 +279,7 @@ class Generator:
         return await _computed(self._work_out, request, layout, size, at_once=len(layout.ids) <= _SHORT)
 
     def _work_out(self, request: Request, layout: PromptLayout, size: int) -> list[bytes]:
-        runs = sorted(
-            MediaRun(run.start, run.start + run.count, run.first_row, span.header.rows_key)
-            for span in layout.spans
-            for run in span.runs
-        )
+        runs = keyed_runs((span.header.rows_key, span.runs) for span in layout.spans)
         adapter_digest = request.adapter.digest if request.adapter else b""
         return block_identities(array("i", layout.ids), layout.positions, runs, request.salt, adapter_digest, size)
 

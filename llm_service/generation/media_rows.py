@@ -23,7 +23,7 @@ from llm_service.request import PromptLayout
 def rows_of(layout: PromptLayout, places: Sequence[tuple[int, int]]) -> list[ItemRows]:
     """The spans for the engine, with these (offset, rows that have arrived)."""
     return [
-        ItemRows(span.header.rows_key, place, [(run.start, run.first_row, run.count) for run in span.runs], landed)
+        ItemRows(span.header.rows_key, place, span.runs, landed)
         for span, (place, landed) in zip(layout.spans, places, strict=True)
     ]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
@@ -28,12 +29,12 @@ from llm_service.prompt.strict_calls import calls_or_form, strict_calls
 from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import (
     ChatPrompt,
+    MediaRun,
     MediaSlot,
     Piece,
     PiecesPrompt,
     Prompt,
     PromptLayout,
-    Run,
     SoundLength,
     Span,
     Structure,
@@ -285,13 +286,13 @@ class PromptBuilder:
         tail = tail if truncation.end and ids[len(ids) - tail :] == self._last and tail < truncation.tokens else 0
         begin = len(ids) - tail - too_many if truncation.end else head
         end = begin + too_many
-        if any(span.end > begin if truncation.end else span.start < end for span in layout.spans):
+        if any(span.end > begin if truncation.end else span.begin < end for span in layout.spans):
             why = "a prompt cannot be cut within or between its media"
             raise InvalidInput(why, reason="CUTS_MEDIA", field="truncate_prompt_tokens")
         spans = layout.spans
         if not truncation.end:
             spans = [
-                replace(span, runs=tuple(replace(run, start=run.start - too_many) for run in span.runs))
+                replace(span, runs=tuple(structs.replace(run, begin=run.begin - too_many) for run in span.runs))
                 for span in spans
             ]
         return self._placed([*ids[:begin], *ids[end:]], spans)
@@ -312,7 +313,7 @@ class PromptBuilder:
             raise DataLoss("an encoder's rows stand for a token that does not exist")
         earlier = spans.pop().runs if spans and spans[-1].item == slot.item else ()
         first = earlier[-1].first_row + earlier[-1].count if earlier else 0
-        run = Run(len(ids), first, slot.rows, slot.grid_rows)
+        run = MediaRun(len(ids), first, slot.rows, slot.grid_rows)
         spans.append(Span(slot.item, header, (*earlier, run)))
         ids.extend([slot.token] * slot.rows)
 
@@ -454,10 +455,6 @@ class PromptBuilder:
 def _is_no_text(mark: Mapping[str, Any]) -> bool:
     """Whether llguidance has no text made with an added token: a special one, or one in angle brackets."""
     return bool(mark.get("special")) or (mark["content"].startswith("<") and mark["content"].endswith(">"))
-
-
-def _moved(span: Span, by: int) -> Span:
-    return replace(span, runs=tuple(replace(run, start=run.start + by) for run in span.runs))
 
 
 class PlainTokenizer:

@@ -15,7 +15,7 @@ from common.media import kept_rows
 from common.media.item import MAX_POSITION, Header, Modality
 from llm_service.families.family import Family, InPrompt
 from llm_service.families.registry import family_of
-from llm_service.request import Run, Span
+from llm_service.request import MediaRun, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def positions(ids: Sequence[int], spans: Sequence[Span], layout: MediaLayout) ->
     >>> from common.media.item import Grid, Modality
     >>> grid = Header(b"", Modality.IMAGE, Grid(1, 4, 4), 4)
     >>> layout = MediaLayout(2, {Modality.IMAGE: InPrompt("image_token_id")}, 0.0)
-    >>> positions(range(7), [Span(0, grid, (Run(2, 0, 4),))], layout)[0].tolist()
+    >>> positions(range(7), [Span(0, grid, (MediaRun(2, 0, 4),))], layout)[0].tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
     """
     if layout.layout_from_encoder:
@@ -62,20 +62,20 @@ def positions(ids: Sequence[int], spans: Sequence[Span], layout: MediaLayout) ->
     length = len(ids)
     out = np.empty((3, length), np.int32)
     at, position = 0, 0
-    runs = sorted((each for span in spans for each in _runs(span)), key=lambda each: each[0].start)
+    runs = sorted((each for span in spans for each in _runs(span)), key=lambda each: each[0].begin)
     for run, header, kept in runs:
-        text = run.start - at
-        out[:, at : run.start] = np.arange(position, position + text)
+        text = run.begin - at
+        out[:, at : run.begin] = np.arange(position, position + text)
         position += text
         if layout.modalities[header.modality].counted:
             rows = run.grid_rows or run.count
-            out[:, run.start : run.start + run.count] = np.arange(position, position + rows)[kept]
+            out[:, run.begin : run.end] = np.arange(position, position + rows)[kept]
             position += rows
         else:
             block = _grid_positions(run.grid_rows or run.count, header, layout)[:, kept]
-            out[:, run.start : run.start + run.count] = position + block
+            out[:, run.begin : run.end] = position + block
             position += max(header.grid.h, header.grid.w) // layout.merge
-        at = run.start + run.count
+        at = run.end
     out[:, at:] = np.arange(position, position + length - at)
     return out, int(out.max(initial=-1)) + 1 - length
 
@@ -87,11 +87,11 @@ def _told_positions(ids: Sequence[int], spans: Sequence[Span], pinned: Collectio
     length = len(ids)
     out = np.tile(np.arange(length, dtype=np.int64), (3, 1))
     at, moved = 0, 0  # how far a token is from its index
-    for before, span in enumerate(sorted(spans, key=lambda span: span.start)):
+    for before, span in enumerate(sorted(spans, key=lambda span: span.begin)):
         parts = [part for part in span.header.replacement if part.has_run]
         for run, part in zip(span.runs, parts, strict=True):
             block = np.frombuffer(part.positions, "<i4").reshape(3, -1)
-            end = run.start + run.count
+            end = run.end
             begin = end - (block.shape[1] or run.count)
             if begin < at:
                 raise DataLoss("an encoder placed more tokens than a prompt has")
@@ -113,7 +113,7 @@ def _told_positions(ids: Sequence[int], spans: Sequence[Span], pinned: Collectio
     return out.astype(np.int32), int(out.max(initial=-1)) + 1 - length
 
 
-def _runs(span: Span) -> Iterator[tuple[Run, Header, slice | np.ndarray]]:
+def _runs(span: Span) -> Iterator[tuple[MediaRun, Header, slice | np.ndarray]]:
     """Each run, and which rows of its grid it has, bool [grid_rows]; all rows unless some are pruned."""
     header, at = span.header, 0
     kept = kept_rows.unpack(header.kept_rows, header.grid_rows) if header.grid_rows else None

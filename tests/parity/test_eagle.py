@@ -117,7 +117,7 @@ class Reference:
         places = torch.zeros(len(ids) - 1, dtype=torch.bool)
         for span, rows in zip(layout.spans, prompt.rows, strict=True):
             for run in span.runs:
-                here = slice(run.start, run.start + run.count)
+                here = slice(run.begin, run.end)
                 own = torch.as_tensor(rows[run.first_row : run.first_row + run.count])
                 embeddings[here] = nexts[here] = own[:, 0]
                 places[here] = True

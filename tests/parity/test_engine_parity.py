@@ -116,8 +116,8 @@ def test_a_prompt_whose_cached_tail_was_evicted_up_to_inside_a_picture_goes_on_w
     engine = LocalEngine(directory, blocks=200, block_size=1, prefix_cache=True, overlap=overlap)
     engine.run([prompt], sampling)
     manager, span = engine.scheduler.blocks, prompt.layout.spans[1]
-    assert span.end - span.start > 4
-    for kept in (span.end - 1, span.start + 3, span.start + 1, span.start):
+    assert span.end - span.begin > 4
+    for kept in (span.end - 1, span.begin + 3, span.begin + 1, span.begin):
         taken = BlockTable()
         assert manager.grow(taken, manager.total - kept), "all but the head is taken by another"
         manager.free(taken)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -94,10 +95,11 @@ def test_a_first_token_that_sees_those_behind_it_is_embedded_as_it_is_beside_the
 def _from_its_picture_on(prompt: Prompt) -> Prompt:
     """Without what stands before that."""
     layout = prompt.layout
-    first = layout.spans[0].runs[0].start
+    first = layout.spans[0].runs[0].begin
     places = np.frombuffer(layout.positions, np.int32).reshape(3, -1)[:, first:] - first
     spans = [
-        replace(span, runs=tuple(replace(run, start=run.start - first) for run in span.runs)) for span in layout.spans
+        replace(span, runs=tuple(structs.replace(run, begin=run.begin - first) for run in span.runs))
+        for span in layout.spans
     ]
     return replace(prompt, layout=replace(layout, ids=layout.ids[first:], positions=places.tobytes(), spans=spans))
 

@@ -152,7 +152,7 @@ def test_a_hit_at_each_possible_place_changes_no_token(
     prompt = make_prompt(folder, ["Look at this. " * 12, coarse_picture(31, 520, 420), "What is it? " * 12])
     count, span = len(prompt.layout.ids), prompt.layout.spans[0]
     places = [*range(64, count, 64)]
-    assert any(span.start < place < span.end for place in places), "one of them is within the picture"
+    assert any(span.begin < place < span.end for place in places), "one of them is within the picture"
     undisturbed = LocalEngine(folder).run([prompt], BRIEF)[0].tokens
     engine = LocalEngine(folder, prefix_cache=True, overlap=overlap)
     with monkeypatch.context() as everywhere:
@@ -178,7 +178,7 @@ def test_sharing_follows_text_picture_and_tenant(directory: Path) -> None:
     swapped = make_prompt(directory, [other, question])
     engine.run([base], BRIEF)
     assert engine.run([base], BRIEF)[0].cached > base.layout.spans[0].end
-    assert engine.run([swapped], BRIEF)[0].cached <= base.layout.spans[0].start
+    assert engine.run([swapped], BRIEF)[0].cached <= base.layout.spans[0].begin
     assert engine.run([make_prompt(directory, ["Well?", image])], BRIEF)[0].cached < base.layout.spans[0].end
     tenant = make_prompt(directory, [image, question])
     tenant.salt = "another tenant"

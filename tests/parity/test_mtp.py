@@ -59,7 +59,7 @@ class Reference:
         embeddings = self.text.embed_tokens(torch.tensor(ids))
         for span, rows in zip(layout.spans, prompt.rows, strict=True):
             for run in span.runs:
-                embeddings[run.start : run.start + run.count] = rows[run.first_row : run.first_row + run.count, 0]
+                embeddings[run.begin : run.end] = rows[run.first_row : run.first_row + run.count, 0]
         places = np.frombuffer(layout.positions, np.int32).reshape(3, -1)
         beyond = np.tile(np.arange(len(layout.ids), len(ids) + count) + layout.mrope_delta, (3, 1))
         positions = torch.from_numpy(np.concatenate([places, beyond], axis=1)).long()

@@ -21,7 +21,7 @@ from llm_service.engine.batch import uniform
 from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.matchers import Matcher
 from llm_service.plan import Chunk, Draw, RowSlice, StepPlan, StepResult, TokenLogprobs
-from llm_service.request import Pooling, SamplingParams
+from llm_service.request import MediaRun, Pooling, SamplingParams
 
 ROW_BYTES = 64
 VOCABULARY = 31
@@ -50,13 +50,13 @@ class Picture:
     def offset(self) -> int:
         return self.name * _ARENA_ROWS * ROW_BYTES
 
-    def placed(self) -> list[tuple[int, int, int]]:
-        """(start, first row, count) of each run, with one text token between two runs."""
+    def placed(self) -> tuple[MediaRun, ...]:
+        """Its runs, with one text token between two of them."""
         out, start, first = [], self.start, 0
         for count in self.runs or (self.rows,):
-            out.append((start, first, count))
+            out.append(MediaRun(start, first, count))
             start, first = start + count + 1, first + count
-        return out
+        return tuple(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,10 @@ class Order:
     def rows_at(self) -> dict[int, int]:
         """The arena row at each media position."""
         return {
-            start + n: picture.offset // ROW_BYTES + first + n
+            run.begin + n: picture.offset // ROW_BYTES + run.first_row + n
             for picture in self.pictures
-            for start, first, count in picture.placed()
-            for n in range(count)
+            for run in picture.placed()
+            for n in range(run.count)
         }
 
 

@@ -18,8 +18,7 @@ from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.drafts import look_up
 from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
-from llm_service.engine.prompt import Prompt
-from llm_service.engine.prompt_identities import block_identities
+from llm_service.engine.prompt_identities import block_identities, keyed_runs
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
 from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
@@ -61,8 +60,8 @@ def order(
     """A greedy request for 4 tokens, unless said otherwise; media places become placeholders."""
     ids = list(prompt)
     for picture in pictures:
-        for start, _, count in picture.placed():
-            ids[start : start + count] = [PAD] * count
+        for run in picture.placed():
+            ids[run.begin : run.end] = [PAD] * run.count
     chosen = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **sampling}
     more = {"session": session, "adapter": adapter, "pooling": pooling}
     return Order(tuple(ids), SamplingParams(**chosen), tuple(pictures), salt, priority, **more)
@@ -107,7 +106,7 @@ class Outcome:
 
 def front_identities(add: Add, block_size: int) -> list[bytes]:
     """What a front sends with it."""
-    runs = Prompt.of(add).runs
+    runs = keyed_runs((item.key, item.runs) for item in add.items)
     return block_identities(array("i", add.token_ids), add.positions, runs, add.salt, add.adapter_digest, block_size)
 
 
@@ -451,7 +450,7 @@ class Simulation:
         rule = self.limits.chunk_rule
         if not rule.may_end_in_run:
             for sequence, begin, count in step.prefill:
-                runs = [(first, last) for first, last, _, _ in sequence.prompt.runs]
+                runs = [(run.begin, run.end) for run in sequence.prompt.runs]
                 assert not any(first < begin + count < last for first, last in runs), "a chunk ends within a run"
                 within = any(first < begin < last for first, last in runs)
                 assert rule.may_begin_in_run or not within, "a chunk begins within a run"

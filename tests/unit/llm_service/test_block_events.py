@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 pytest.importorskip("zmq")
 
 from llm_service.engine.block_events import BlockEvents
-from llm_service.engine.block_identity import BlockContent, BlockIdentities, MediaRun
+from llm_service.engine.block_identity import BlockContent, BlockIdentities, KeyedRun
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.messages import Add, BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, ItemRows
 from llm_service.engine.prompt import Prompt
 from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 from llm_service.families.sight import SpanRule
 from llm_service.kv_events import Batch, encode
-from llm_service.request import SamplingParams
+from llm_service.request import MediaRun, SamplingParams
 from tests.kv_index import Index
 from tests.unit.llm_service.test_block_manager import chain
 from tests.unit.llm_service.test_host_blocks import ACTS, Device
@@ -173,7 +173,10 @@ def contents(
 ) -> list[BlockContent]:
     """Of a prompt of four blocks, the middle two of which are a picture's, or two pictures'."""
     count = 6 // max(1, len(shown))
-    items = [ItemRows(key=key, offset=0, runs=[(4 + n * count, 0, count)], landed=count) for n, key in enumerate(shown)]
+    items = [
+        ItemRows(key=key, offset=0, runs=(MediaRun(4 + n * count, 0, count),), landed=count)
+        for n, key in enumerate(shown)
+    ]
     places = np.tile(np.arange(16, dtype=np.int32), (3, 1)) if positions is None else positions
     add = Add(
         id=1,
@@ -189,7 +192,7 @@ def contents(
         adapter_digest=adapter,
     )
     prompt = Prompt.of(add, rule)
-    identities = BlockIdentities(prompt.root, prompt.named_runs)
+    identities = BlockIdentities(prompt.root, prompt.keyed_runs)
     identities.first(4, prompt.tokens, 4)
     return [identities.content(n, prompt.tokens, 4, add.adapter, prompt.plain_root) for n in range(4)]
 
@@ -223,7 +226,7 @@ def test_a_mark_that_stands_elsewhere_than_in_a_text_is_named() -> None:
 
 def test_keys_are_the_same_in_whichever_order_blocks_are_asked_for() -> None:
     prompt = contents(CAT, DOG)
-    runs = [MediaRun(4, 7, 0, CAT), MediaRun(7, 10, 0, DOG)]
+    runs = [KeyedRun(MediaRun(4, 0, 3), CAT), KeyedRun(MediaRun(7, 0, 3), DOG)]
     identities = BlockIdentities(b"root", runs)
     identities.first(4, TOKENS, 4)
     backwards = [identities.content(n, TOKENS, 4, 0, b"root") for n in reversed(range(4))]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_service.engine.block_identity import block_identity, root_identity
+from llm_service.engine.block_identity import KeyedRun, block_identity, root_identity
 from llm_service.engine.block_manager import BlockManager, BlockTable
+from llm_service.request import MediaRun
 
 
 def named(manager: BlockManager, count: int, name: str) -> BlockTable:
@@ -145,17 +146,19 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
 
 
 def test_identities_differ_in_parent_tokens_key_row_place_and_salt() -> None:
-    key = b"k" * 32
-    base = (root_identity(""), b"tokens", ((key, 0, 2, 4),))
+    def keyed(first: int = 0, begin: int = 2, count: int = 4, key: bytes = b"k" * 32) -> KeyedRun:
+        return KeyedRun(MediaRun(begin, first, count), key)
+
+    base = (root_identity(""), b"tokens", [keyed()])
     others = [
-        (root_identity("tenant"), b"tokens", ((key, 0, 2, 4),)),
-        (root_identity(""), b"Tokens", ((key, 0, 2, 4),)),
-        (root_identity(""), b"tokens", ((b"K" * 32, 0, 2, 4),)),
-        (root_identity(""), b"tokens", ((key, 1, 2, 4),)),
-        (root_identity(""), b"tokens", ((key, 0, 3, 4),)),
-        (root_identity(""), b"tokens", ((key, 0, 2, 3),)),
-        (root_identity(""), b"tokens", ()),
-        (root_identity(""), b"tokens", ((key, 0, 2, 2), (key, 0, 4, 2))),
+        (root_identity("tenant"), b"tokens", [keyed()]),
+        (root_identity(""), b"Tokens", [keyed()]),
+        (root_identity(""), b"tokens", [keyed(key=b"K" * 32)]),
+        (root_identity(""), b"tokens", [keyed(first=1)]),
+        (root_identity(""), b"tokens", [keyed(begin=3)]),
+        (root_identity(""), b"tokens", [keyed(count=3)]),
+        (root_identity(""), b"tokens", []),
+        (root_identity(""), b"tokens", [keyed(count=2), keyed(begin=4, count=2)]),
     ]
     identities = {block_identity(*each) for each in (base, *others)}
     assert len(identities) == 1 + len(others)

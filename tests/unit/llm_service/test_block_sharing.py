@@ -12,7 +12,7 @@ from llm_service.engine import block_identity
 from llm_service.engine.block_identity import BlockIdentities
 from llm_service.engine.messages import Add, ItemRows
 from llm_service.engine.prompt import Prompt
-from llm_service.request import SamplingParams
+from llm_service.request import MediaRun, SamplingParams
 from tests.unit.llm_service.hashed import Order, Picture
 from tests.unit.llm_service.simulated import order, run_until_over, simulation, text
 
@@ -131,9 +131,9 @@ def test_blocks_of_a_mark_that_is_elsewhere_than_in_a_text_are_others() -> None:
     def names(places: np.ndarray, items: list[ItemRows]) -> list[bytes]:
         add = Add(id=1, token_ids=tokens.tobytes(), positions=places.tobytes(), items=items, **fields)
         prompt = Prompt.of(add)
-        return BlockIdentities(prompt.root, prompt.named_runs).first(3, tokens, 4)
+        return BlockIdentities(prompt.root, prompt.keyed_runs).first(3, tokens, 4)
 
-    shown = [ItemRows(key=b"picture", offset=0, runs=[(4, 0, 2)], landed=2)]
+    shown = [ItemRows(key=b"picture", offset=0, runs=(MediaRun(4, 0, 2),), landed=2)]
     text, plain, marked = names(count_on, []), names(count_on, shown), names(beside, shown)
     assert text[0] == plain[0] != marked[0]
     assert len({text[1], plain[1], marked[1]}) == 3

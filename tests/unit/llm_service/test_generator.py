@@ -58,11 +58,11 @@ from llm_service.prompt.output_marks import THINK
 from llm_service.request import (
     ChatPrompt,
     MediaItem,
+    MediaRun,
     Message,
     PromptLayout,
     Request,
     ResumedChoice,
-    Run,
     SamplingParams,
     Span,
     TextPrompt,
@@ -110,7 +110,7 @@ class Prompts:
 
     def layout(self, _: Any, headers: Sequence[Header]) -> PromptLayout:
         self.at_once.append(threading.current_thread() is threading.main_thread())
-        spans = [Span(n, header, (Run(n, 0, 1),)) for n, header in enumerate(headers)]
+        spans = [Span(n, header, (MediaRun(n, 0, 1),)) for n, header in enumerate(headers)]
         return PromptLayout([1] * self._tokens, spans, array("i", [0] * 3 * self._tokens).tobytes())
 
 

@@ -36,7 +36,7 @@ from llm_service.engine.messages import (
 from llm_service.engine_client.client import EngineClient
 from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.plan import TokenLogprobs
-from llm_service.request import SamplingParams
+from llm_service.request import MediaRun, SamplingParams
 from tests.unit.llm_service.scripted import eventually
 from tests.unit.llm_service.scripted_engine import Holder, ScriptedEngine, front_of
 
@@ -393,7 +393,7 @@ async def test_who_still_waits_when_the_service_stops_is_told(monkeypatch: pytes
 
 
 def item(offset: int) -> ItemRows:
-    return ItemRows(b"key", offset, [(0, 0, 4)], 0)
+    return ItemRows(b"key", offset, (MediaRun(0, 0, 4),), 0)
 
 
 async def test_rows_that_landed_meanwhile_are_told_to_the_next_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from llm_service.families.internvl import INTERNVL
 from llm_service.model_config.text import TextConfig
 from llm_service.prompt.mrope import MediaLayout, positions
 from llm_service.prompt.tokens import MediaTokens, named_tokens
-from llm_service.request import Run, Span
+from llm_service.request import MediaRun, Span
 
 START, END = SpecialToken("start_image_token"), SpecialToken("end_image_token")
 
@@ -37,7 +37,7 @@ def test_each_frame_of_a_video_is_a_line() -> None:
 def test_rows_count_on_and_those_that_are_kept_stand_where_they_would_without() -> None:
     header = Header(b"", Modality.VIDEO, Grid(2, 4, 4), 5, grid_rows=8, kept_rows=bytes([0b10001111]))
     layout = MediaLayout(2, INTERNVL.modalities, 0.0)
-    where, delta = positions(range(9), [Span(0, header, (Run(1, 0, 4, 4), Run(7, 4, 1, 4)))], layout)
+    where, delta = positions(range(9), [Span(0, header, (MediaRun(1, 0, 4, 4), MediaRun(7, 4, 1, 4)))], layout)
     assert np.array_equal(where, [[0, 1, 2, 3, 4, 5, 6, 10, 11]] * 3)
     assert delta == 3
 

@@ -10,7 +10,7 @@ from common.errors import DataLoss
 from common.media.item import MAX_POSITION, Grid, Header, Modality, PromptPart
 from llm_service.families.family import InPrompt, Rows
 from llm_service.prompt.mrope import MediaLayout, positions
-from llm_service.request import Run, Span
+from llm_service.request import MediaRun, Span
 
 
 def layout_of(tokens_per_second: float = 0.0, *, timed_frames: bool = False) -> MediaLayout:
@@ -27,7 +27,7 @@ def span(kind: str, grid: tuple[int, int, int], *starts: int, seconds: float = 0
     tokens = t * h * w // 4
     count = tokens // len(starts)
     header = Header(b"", Modality(kind), Grid(*grid), tokens, seconds_per_grid=seconds)
-    return Span(0, header, tuple(Run(start, n * count, count) for n, start in enumerate(starts)))
+    return Span(0, header, tuple(MediaRun(start, n * count, count) for n, start in enumerate(starts)))
 
 
 def test_text_counts_on_in_all_three() -> None:
@@ -104,7 +104,8 @@ def test_rows_that_are_placed_from_the_origin_are_so_wherever_they_stand() -> No
     header = Header(b"", Modality.IMAGE, Grid(1, 1, 4), 4, replacement=parts)
     layout = MediaLayout(1, {}, 0.0, layout_from_encoder=True)
     spans = [
-        Span(item, header, (Run(at, 0, 1), Run(at + 1, 1, 2), Run(at + 3, 3, 1))) for item, at in enumerate((1, 6))
+        Span(item, header, (MediaRun(at, 0, 1), MediaRun(at + 1, 1, 2), MediaRun(at + 3, 3, 1)))
+        for item, at in enumerate((1, 6))
     ]
     where, mrope_delta = positions(range(11), spans, layout)
     assert where.tolist() == [
@@ -121,7 +122,7 @@ def test_places_that_encoders_tell_may_go_back_and_the_answer_goes_on_behind_the
     parts = (PromptPart("(", 2, 5, run, 2), PromptPart(")", advance=-1))
     header = Header(b"", Modality.VIDEO, Grid(1, 1, 2), 2, replacement=parts)
     layout = MediaLayout(1, {}, 0.0, layout_from_encoder=True)
-    runs = (Run(3, 0, 2), Run(6, 2, 0))
+    runs = (MediaRun(3, 0, 2), MediaRun(6, 2, 0))
     where, mrope_delta = positions(range(9), [Span(0, header, runs)], layout)
     assert where.tolist() == [
         [0, 1, 1, 2, 3, 4, 4, 5, 6],
@@ -139,7 +140,7 @@ def test_marks_of_an_item_are_where_an_encoder_says_and_pinned_tokens_behind_it_
     )
     parts = (PromptPart("(", 1, 5, first, 0), PromptPart(")", positions=last, advance=4))
     header = Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts)
-    layout, runs = MediaLayout(1, {}, 0.0, layout_from_encoder=True, pinned={9}), (Run(1, 0, 1), Run(3, 1, 0))
+    layout, runs = MediaLayout(1, {}, 0.0, layout_from_encoder=True, pinned={9}), (MediaRun(1, 0, 1), MediaRun(3, 1, 0))
     where, mrope_delta = positions([3, 5, 4, 9, 9, 1, 9], [Span(0, header, runs)], layout)
     assert where.tolist() == [[0, 0, 0, 0, 0, 4, 5], *[[0, 0, 3, 0, 0, 4, 5]] * 2]
     assert mrope_delta == 6 - 7
@@ -147,7 +148,7 @@ def test_marks_of_an_item_are_where_an_encoder_says_and_pinned_tokens_behind_it_
 
 def test_an_encoder_that_places_more_tokens_than_there_are_is_not_believed() -> None:
     parts = (PromptPart("((", 1, 5, np.zeros((3, 3), "<i4").tobytes(), 1),)
-    span = Span(0, Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts), (Run(1, 0, 1),))
+    span = Span(0, Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts), (MediaRun(1, 0, 1),))
     with pytest.raises(DataLoss):
         positions(range(3), [span], MediaLayout(1, {}, 0.0, layout_from_encoder=True))
 
@@ -163,6 +164,6 @@ def test_an_encoder_that_places_more_tokens_than_there_are_is_not_believed() -> 
 )
 def test_an_encoder_that_places_tokens_where_no_prompt_has_any_is_not_believed(parts: tuple[PromptPart, ...]) -> None:
     header = Header(b"", Modality.IMAGE, Grid(1, 1, 1), 1, replacement=parts)
-    runs = (Run(0, 0, 1), Run(2, 1, 0))[: len(parts)]
+    runs = (MediaRun(0, 0, 1), MediaRun(2, 1, 0))[: len(parts)]
     with pytest.raises(DataLoss):
         positions(range(4), [Span(0, header, runs)], MediaLayout(1, {}, 0.0, layout_from_encoder=True))

@@ -6,7 +6,7 @@ import hashlib
 
 from common.media.item import Grid, Header, Modality
 from llm_service.generation.prefixes import Prefixes
-from llm_service.request import PromptLayout, Run, Span
+from llm_service.request import MediaRun, PromptLayout, Span
 
 BLOCK = 4
 
@@ -21,7 +21,7 @@ def layout(*parts: int | str) -> PromptLayout:
             continue
         key = hashlib.sha256(part.encode()).digest()
         header = Header(key, Modality.IMAGE, Grid(1, 2, 8), 4)
-        spans.append(Span(len(spans), header, (Run(len(ids), 0, 4),)))
+        spans.append(Span(len(spans), header, (MediaRun(len(ids), 0, 4),)))
         ids += [99] * 4
     return PromptLayout(ids, spans)
 

@@ -113,7 +113,7 @@ def test_a_text_with_a_picture_between_is_the_templates_own_layout(builder: Prom
     ]
     assert layout.ids == by_hand
     (span,) = layout.spans
-    assert (span.start, span.end) == (by_hand.index(IMAGE), by_hand.index(IMAGE) + 6)
+    assert (span.begin, span.end) == (by_hand.index(IMAGE), by_hand.index(IMAGE) + 6)
 
 
 def test_pads_that_a_user_writes_beside_a_real_picture_steal_no_span(builder: PromptBuilder) -> None:
@@ -121,16 +121,16 @@ def test_pads_that_a_user_writes_beside_a_real_picture_steal_no_span(builder: Pr
         builder, chat("<|image_pad|><|vision_start|><|image_pad|><|vision_end|>", item(), "<|image_pad|>"), header()
     )
     assert layout.ids.count(IMAGE) == 6
-    assert layout.spans[0].start > layout.ids.index(VISION[0])
-    assert layout.ids[layout.spans[0].start - 1] == VISION[0]
+    assert layout.spans[0].begin > layout.ids.index(VISION[0])
+    assert layout.ids[layout.spans[0].begin - 1] == VISION[0]
 
 
 def test_several_items_keep_their_order(builder: PromptBuilder) -> None:
     small, large = header(grid=(1, 2, 2)), header(grid=(1, 4, 8))
     layout = layout_of(builder, chat(item(0), "then", item(1), item(2)), small, large, small)
     assert [span.item for span in layout.spans] == [0, 1, 2]
-    assert [span.end - span.start for span in layout.spans] == [1, 8, 1]
-    assert all(set(layout.ids[span.start : span.end]) == {IMAGE} for span in layout.spans)
+    assert [span.end - span.begin for span in layout.spans] == [1, 8, 1]
+    assert all(set(layout.ids[span.begin : span.end]) == {IMAGE} for span in layout.spans)
 
 
 def test_a_video_whose_frames_stand_apart_has_a_timestamp_before_each_group(builder: PromptBuilder) -> None:
@@ -143,8 +143,8 @@ def test_a_video_whose_frames_stand_apart_has_a_timestamp_before_each_group(buil
     places = [text.index(f"<{seconds:.1f} seconds>") for seconds in clip.timestamps]
     assert places == sorted(places)
     for run in span.runs:
-        assert layout.ids[run.start - 1] == VISION[0]
-        assert layout.ids[run.start + run.count] == VISION[1]
+        assert layout.ids[run.begin - 1] == VISION[0]
+        assert layout.ids[run.end] == VISION[1]
 
 
 def test_an_older_models_video_is_one_span(older_builder: PromptBuilder) -> None:
@@ -293,7 +293,7 @@ def test_positions_are_int32_for_every_token_and_text_after_a_picture_goes_on_pa
     layout = layout_of(builder, chat(item(), "now"), header(grid=(1, 8, 4)))
     where = np.frombuffer(layout.positions, np.int32).reshape(3, len(layout.ids))
     span = layout.spans[0]
-    first = span.start
+    first = span.begin
     assert where[:, first].tolist() == [first] * 3
     assert where[:, span.end - 1].tolist() == [first, first + 3, first + 1]
     assert where[:, span.end].tolist() == [first + 4] * 3
@@ -402,10 +402,10 @@ def test_a_prompt_that_is_cut_keeps_its_last_tokens_or_its_first(builder: Prompt
 def test_a_cut_takes_no_media(builder: PromptBuilder) -> None:
     layout = layout_of(builder, chat("left", item(), "right"), header())
     (span,) = layout.spans
-    before, behind = span.start, len(layout.ids) - span.end
+    before, behind = span.begin, len(layout.ids) - span.end
     kept = cut(builder, layout, len(layout.ids) - before)
     assert kept.ids == layout.ids[before:]
-    assert [(each.start, each.end) for each in kept.spans] == [(0, span.end - span.start)]
+    assert [(each.begin, each.end) for each in kept.spans] == [(0, span.end - span.begin)]
     by_hand = layout_of(builder, TokenPrompt((IMAGE, *layout.ids[span.end :])), header())
     assert (kept.positions, kept.mrope_delta) == (by_hand.positions, by_hand.mrope_delta)
     kept = cut(builder, layout, len(layout.ids) - behind, end=True)

@@ -39,7 +39,7 @@ from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.step_queue import StepQueue
 from llm_service.model_config.adapter_folder import Adapter
 from llm_service.plan import Draw, Masks, StepMemoryError, StepPlan, StepResult, no_masks
-from llm_service.request import SamplingParams
+from llm_service.request import MediaRun, SamplingParams
 from llm_service.worker.messages import InvalidateRows, OffloadBlocks, Pulled, PullRows, RankOrder, UnmapPool
 from testkit.in_turn import InTurn
 from tests.unit.llm_service.hashed import EOS, ROW_BYTES, HashExecutor, Order, alternating, expected
@@ -380,7 +380,7 @@ def test_a_request_that_is_late_is_told_so_before_it_is_released() -> None:
 def test_a_deadline_farther_off_than_any_timer_reaches_is_only_a_deadline() -> None:
     """`grpc-timeout: 99999999H` is a header that a caller may send."""
     far = replace(ORDERS[0], deadline=time.monotonic() + 99_999_999 * 3600.0)
-    waiting = msgspec.structs.replace(add(1, far), items=[ItemRows(bytes(32), 0, [(0, 0, 4)], 0)])
+    waiting = msgspec.structs.replace(add(1, far), items=[ItemRows(bytes(32), 0, (MediaRun(0, 0, 4),), 0)])
     sent = served([[waiting], [], [GetState()]], overlap=True)
     assert [type(message) for message in sent] == [State]
     assert sent[0].waiting == 1
