@@ -21,6 +21,8 @@ TOO_LONG = "PROMPT_TOO_LONG"
 """The reason of a prompt that exceeds the context, for which OpenAI has a code of its own."""
 NOT_SERVED = "FIELD_NOT_SERVED"
 """The reason of a field, or kind, that is not served."""
+NOT_STORED = "not_stored"
+"""The kind of violation of a reference to what would have to be stored here."""
 _CODES = {TOO_LONG: "context_length_exceeded"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -132,6 +134,8 @@ def from_validation(error: ValidationError) -> InvalidInput:
             return InvalidInput(first["msg"], reason="BAD_JSON")
         case "extra_forbidden":
             return InvalidInput("this field is not supported", reason=NOT_SERVED, field=field)
+        case code if code == NOT_STORED:
+            return InvalidInput(first["msg"], reason=NOT_SERVED, field=field)
         case "union_tag_invalid":
             *others, last = re.findall(r"\$(\w+)", first["ctx"]["expected_tags"])
             only = f"{', '.join(others)} and {last}" if others else last

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import InvalidInput, TwinlensError
+from gateway.api.fields import RequestFields
 from gateway.api.responses_request import (
     AllowedTools,
     CallItem,
@@ -14,19 +15,22 @@ from gateway.api.responses_request import (
     MessageItem,
     NamedFunction,
     ReasoningItem,
+    RefusalPart,
     ResponsesRequest,
     ResultItem,
     TextPart,
 )
 from gateway.errors import called
 
+_ALIKE = {*RequestFields.model_fields, "parallel_tool_calls", "prompt_cache_key", "stop", "ignore_eos", "logit_bias"}
+_ALIKE |= {"skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
+_ALIKE |= {"mm_processor_kwargs", "chat_template_kwargs"}
+"""Fields with the same name on both sides."""
+
 
 def as_chat(asked: ResponsesRequest, places: list[int]) -> dict[str, Any]:
     """The same as a chat's body; `places` gets, for each message, the index of the item that it is of."""
-    fields = asked.model_dump(
-        include={"model", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key", "max_handovers"},
-        exclude_none=True,
-    )
+    fields = asked.model_dump(include=_ALIKE, exclude_none=True, by_alias=True)
     fields["messages"] = list(_messages(asked, places))
     if asked.max_output_tokens is not None:
         fields["max_tokens"] = asked.max_output_tokens
@@ -112,12 +116,12 @@ def _whole(own: dict[str, Any]) -> dict[str, Any]:
     return own if "tool_calls" in own else {"content": "", **own}
 
 
-def _content(given: str | list[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
+def _content(given: str | list[TextPart | RefusalPart | ImagePart]) -> str | list[dict[str, Any]]:
     if isinstance(given, str):
         return given
     return [
         {"type": "text", "text": part.text}
-        if isinstance(part, TextPart)
+        if isinstance(part, TextPart | RefusalPart)
         else {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
         for part in given
     ]

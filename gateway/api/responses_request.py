@@ -4,18 +4,44 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
-from gateway.api.fields import Count, Effort, Int, Metadata, Model, kind_of, text_or_list
+from gateway.api.chat_request import TemplateSettings
+from gateway.api.fields import (
+    Effort,
+    Int,
+    MediaSettings,
+    Metadata,
+    Model,
+    RequestFields,
+    StructuredOutputs,
+    Texts,
+    kind_of,
+    text_or_list,
+)
+from gateway.errors import NOT_STORED
 
 
 class TextPart(Model):
-    """A text: the caller's, or one that the model has said."""
-
-    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "logprobs": ([],)}
+    """A text: the caller's, or one that the model has said. What else answers have beside it is ignored."""
 
     type: Literal["input_text", "output_text"]
     text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class RefusalPart(Model):
+    """A refusal in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """It, as a text like any other."""
+        return self.refusal
 
 
 class ImagePart(Model):
@@ -29,6 +55,7 @@ class ImagePart(Model):
 Part = Annotated[
     Annotated[TextPart, Tag("$input_text")]
     | Annotated[TextPart, Tag("$output_text")]
+    | Annotated[RefusalPart, Tag("$refusal")]
     | Annotated[ImagePart, Tag("$input_image")],
     Discriminator(kind_of),
 ]
@@ -44,11 +71,12 @@ class Item(Model):
 
 
 class MessageItem(Item):
-    """A message."""
+    """A message. Its `phase`, which other servers give beside answers, has no place in chat templates."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    phase: str | None = None
 
 
 class CallItem(Item):
@@ -90,12 +118,19 @@ class ReasoningItem(Item):
     content: Annotated[list[ReasoningText], Field(max_length=4096, fail_fast=True)] | None = None
 
 
+def _whole(item: Any) -> Any:
+    if isinstance(item, dict) and item.get("type") == "item_reference":
+        raise PydanticCustomError(NOT_STORED, "items are not stored: send them whole, as clients do with store: false")
+    return item
+
+
 Items = Annotated[
     Annotated[MessageItem, Tag("$message")]
     | Annotated[CallItem, Tag("$function_call")]
     | Annotated[ResultItem, Tag("$function_call_output")]
     | Annotated[ReasoningItem, Tag("$reasoning")],
     Discriminator(lambda item: kind_of(item) or "$message"),
+    BeforeValidator(_whole),
 ]
 
 
@@ -168,7 +203,7 @@ class StreamSettings(Model):
     }
 
 
-class ResponsesRequest(Model):
+class ResponsesRequest(RequestFields):
     """The body of a request."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -180,7 +215,6 @@ class ResponsesRequest(Model):
         "include": ([], ["reasoning.encrypted_content"]),  # reasoning is told as it is, and can be sent back so
     }
 
-    model: str | None = None
     input: Annotated[
         Annotated[str, Tag("$text")]
         | Annotated[list[Items], Field(min_length=1, max_length=4096, fail_fast=True), Tag("$list")],
@@ -188,9 +222,6 @@ class ResponsesRequest(Model):
     ]
     instructions: str | None = None
     max_output_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
     stream_options: StreamSettings | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
@@ -198,9 +229,17 @@ class ResponsesRequest(Model):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
-    max_handovers: Count | None = None
+    stop: (
+        Annotated[Annotated[str, Tag("$text")] | Annotated[Texts, Tag("$list")], Discriminator(text_or_list)] | None
+    ) = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    mm_processor_kwargs: MediaSettings | None = None
+    chat_template_kwargs: TemplateSettings | None = None
     metadata: Metadata | None = None
-    user: str | None = None
     safety_identifier: str | None = None
 
     @model_validator(mode="after")

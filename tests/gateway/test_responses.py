@@ -258,6 +258,41 @@ def test_an_item_that_is_none_is_refused_where_it_is_wrong(scripted_door: Script
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
+def test_sampling_templates_and_forms_are_set_as_in_a_chat(scripted_door: Scripted) -> None:
+    sampling = {"top_k": 5, "min_p": 0.5, "seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    sampling |= {"repetition_penalty": 1.5, "ignore_eos": True, "skip_special_tokens": False}
+    more = {"stop": "a", "include_stop_str_in_output": True, "logit_bias": {"5": 1.5}, "cache_salt": "s", "priority": 2}
+    more |= {"structured_outputs": {"json": {"type": "object"}}, "chat_template_kwargs": {"enable_thinking": False}}
+    more |= {"mm_processor_kwargs": {"max_pixels": 5000}}
+    picture = {"type": "input_image", "image_url": data_url(b"x", "image/png")}
+    asked = {"input": [{"role": "user", "content": [picture]}], **sampling, **more}
+    assert scripted_door.post("/v1/responses", asked).status == 200
+    request = scripted_door.llm.requests[-1]
+    assert {name: getattr(request.sampling, name) for name in sampling} == sampling
+    assert (list(request.sampling.stop), request.sampling.include_stop_str_in_output) == (["a"], True)
+    assert (dict(request.sampling.logit_bias), request.sampling.json_schema) == ({5: 1.5}, '{"type":"object"}')
+    assert (request.cache_salt, request.priority, request.chat.thinking) == ("s", 2, False)
+    assert request.chat.messages[0].parts[0].media.options.max_pixels == 5000
+    reply = scripted_door.post("/v1/responses", {**asked, "text": {"format": {"type": "json_object"}}})
+    assert (reply.status, reply.error["param"]) == (400, "structured_outputs")
+
+
+def test_what_other_servers_answer_may_be_sent_back(scripted_door: Scripted) -> None:
+    text = {"type": "output_text", "text": "Rome.", "annotations": [{"type": "url_citation"}], "logprobs": [{}]}
+    own = {"type": "message", "role": "assistant", "phase": "final_answer"}
+    items = [{**own, "content": [text]}, {**own, "content": [{"type": "refusal", "refusal": "No."}]}]
+    assert scripted_door.post("/v1/responses", {"input": [{"role": "user", "content": "x"}, *items]}).status == 200
+    _, *said = scripted_door.llm.requests[-1].chat.messages
+    assert [part.text for each in said for part in each.parts] == ["Rome.", "No."]
+
+
+def test_a_reference_to_an_item_is_answered_with_what_to_do(scripted_door: Scripted) -> None:
+    items = [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "fc_1"}]
+    error = scripted_door.post("/v1/responses", {"input": items}).error
+    assert (error["code"], error["param"]) == ("FIELD_NOT_SERVED", "input[1]")
+    assert "store: false" in error["message"]
+
+
 def test_a_function_is_named_as_the_caller_has_it(scripted_door: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     reply = scripted_door.post(
         "/v1/responses", {"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "none"}}
