@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 ALIGNMENT = 64
 """Ranges start on a cache line."""
@@ -38,24 +39,33 @@ class Range:
 class SharedBuffer:
     """`size` bytes of memory that this process and its children map.
 
-    The creator holds the file descriptor until `close`; a child maps the same memory with `attach`.
+    The creator holds the file descriptor until `close`; a child maps the same memory with `attach`. If it is
+    `reserved`, all of its memory was allocated at once, and is kept.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, fd: int, size: int, *, reserved: bool = False) -> None:
         self.fd = fd
         self.size = size
+        self.reserved = reserved
         self._map = mmap.mmap(fd, size)
         self.view = memoryview(self._map)
 
     @classmethod
-    def create(cls, label: str, size: int) -> SharedBuffer:
-        """A new buffer of `size` zero bytes, whose size never changes; pages take memory when first written. Raises
-        OSError, which names its purpose, if there is no address space."""
+    def create(cls, label: str, size: int, *, reserve: bool | None = None) -> SharedBuffer:
+        """A new buffer of `size` zero bytes, whose size never changes; pages take memory when first written, or at once
+        if it is to `reserve` it. Unless told, it does so where the system may refuse a page later, which would end the
+        process that writes there by SIGBUS.
+
+        Raises OSError, which names its purpose, if there is no address space, or no memory to reserve.
+        """
+        reserve = _is_overcommit_strict() if reserve is None else reserve
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
-            return cls(fd, size)
+            if reserve:
+                os.posix_fallocate(fd, 0, size)
+            return cls(fd, size, reserved=reserve)
         except OSError as error:
             os.close(fd)
             why = error.strerror or type(error).__name__
@@ -75,7 +85,7 @@ class SharedBuffer:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def discard(self, span: Range) -> None:
-        """Gives the memory of a range back to the system; it reads as zeros until it is written again.
+        """Gives the memory of a range back to the system, unless it is reserved; it then reads as zeros.
 
         Takes some 0.15 s for a gigabyte: a thread may do it, and other threads run meanwhile (`mmap.madvise` would keep
         the interpreter's lock).
@@ -85,6 +95,9 @@ class SharedBuffer:
         if length <= 0:
             return
         pages = (ctypes.c_char * length).from_buffer(self._map, first)  # mapped for as long as this lives
+        if self.reserved:
+            ctypes.memset(ctypes.byref(pages), 0, length)
+            return
         if _libc.madvise(ctypes.byref(pages), ctypes.c_size_t(length), mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), "shared memory cannot be given back")
 
@@ -109,6 +122,15 @@ class SharedBuffer:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _is_overcommit_strict() -> bool:
+    """Whether the kernel counts each page against a limit (vm.overcommit_memory = 2): for memory without a name, when
+    it is first written."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text("ascii").strip() == "2"
+    except OSError:
+        return False
 
 
 class ReaderView:

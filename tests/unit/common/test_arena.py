@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -119,6 +120,32 @@ def test_memory_that_cannot_be_had_is_named_and_leaves_no_descriptor() -> None:
     before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(OSError, match=f"{1 << 60} bytes of shared memory cannot be had for the rows: "):
         SharedBuffer.create("the rows", 1 << 60)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+def test_memory_that_the_system_might_refuse_later_is_reserved_at_once_and_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def allocated(buffer: SharedBuffer) -> int:
+        return os.fstat(buffer.fd).st_blocks * 512
+
+    buffers = [SharedBuffer.create("test-arena", 8192, reserve=reserve) for reserve in (False, True)]
+    assert [allocated(buffer) for buffer in buffers] == [0, 8192]
+    for buffer in buffers:
+        buffer.view[:] = b"x" * 8192
+        buffer.discard(Range(0, 4096))
+        assert bytes(buffer.view) == b"\0" * 4096 + b"x" * 4096
+    assert allocated(buffers[1]) == 8192
+    for buffer in buffers:
+        buffer.close()
+
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(OSError, match="8192 bytes of shared memory cannot be had for test-arena: No space left"):
+        SharedBuffer.create("test-arena", 8192, reserve=True)
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
