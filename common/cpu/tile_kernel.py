@@ -10,9 +10,10 @@ import numba
 import numpy as np
 import torch
 
-from common.cpu import phases, vectors, weight_panels
+from common.cpu import panel_tasks, phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.phases import counts_of, done, first_of, take, wait
+from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.phases import counts_of, first_of
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.claims import ask_lines
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
@@ -190,52 +191,38 @@ def ask_share(counts: Any, thread: Any, panels: Any) -> None:
 
 
 @inner
-def count_tasks(rows: Any, panels: Any, size: Any) -> Any:
-    """The number of tasks for `rows` rows and `panels` panels, with `size` of each per task."""
-    most, together = size
-    return (rows + most - 1) // most * ((panels + together - 1) // together)
+def _pack(row: Any, given: Any) -> None:
+    _, packed, x, _, _ = given
+    pack_pairs(packed, row, x, row)
 
 
 @inner
-def task_at(index: Any, rows: Any, panels: Any, size: Any) -> Any:
-    """One of them: its first row, its rows, its first panel, and its panels."""
-    most, together = size
-    parts = (rows + most - 1) // most
-    begin, first = index % parts * most, index // parts * together
-    return begin, min(most, rows - begin), first, min(together, panels - first)
+def _multiply(task: Any, given: Any) -> None:
+    (out, packed, _, panels, bias), (begin, rows, first, count) = given, task
+    multiply(out, packed, panels, bias, first, first + count, begin, rows)
+
+
+_take_all = product_work(_pack, _multiply)
 
 
 @inner
-def _work(thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, bias: Any, size: Any) -> None:
+def _work(thread: Any, counts: Any, rows: Any, panels: Any, size: Any, given: Any) -> None:
     """One thread's part of `_product`."""
-    rows = x.shape[0]
-    ask_share(counts, thread, panels)
-    row = take(counts, 0, thread, rows)
-    while row >= 0:
-        pack_pairs(packed, row, x, row)
-        done(counts, 0)
-        row = take(counts, 0, thread, rows)
-    wait(counts, 0, rows)
-    tasks = count_tasks(rows, panels.shape[0], size)
-    task = take(counts, 1, thread, tasks)
-    while task >= 0:
-        begin, here, first, count = task_at(task, rows, panels.shape[0], size)
-        multiply(out, packed, panels, bias, first, first + count, begin, here)
-        task = take(counts, 1, thread, tasks)
+    ask_share(counts, thread, given[3])
+    _take_all(thread, counts, rows, panels, size, given)
 
 
-def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, together: Any, threads: Any) -> None:
-    """float32 out [m, outputs], x [m, k] as bits, panels as `panels_of_pairs` lays them out, bias [outputs] or [0]. A
-    task has `most` rows of the outputs of `together` panels."""
-    counts, packed = counts_of(2, threads), packed_rows(x.shape[0], panels.shape[1] // BLOCK)
-    parallel_for(_work, (counts, out, packed, x, panels, bias, (most, together)), threads)
+def _product(out: Any, x: Any, panels: Any, bias: Any, size: Any, threads: Any) -> None:
+    """Fills float32 out [m, outputs] from x [m, k], as bits, and panels as `panels_of_pairs` lays them out; bias is
+    [outputs] or [0]. A task has `size` rows and panels."""
+    rows, packed = x.shape[0], packed_rows(x.shape[0], panels.shape[1] // BLOCK)
+    given = out, packed, x, panels, bias
+    parallel_for(_work, (counts_of(2, threads), rows, panels.shape[0], size, given), threads)
 
 
-_kernel = threaded(_product, [vectors, phases, weight_panels])
+_kernel = threaded(_product, [vectors, panel_tasks, phases, weight_panels])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
-TYPED = {
-    "product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, *[numba.intp] * 3))
-}
+TYPED = {"product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, SIZE, numba.intp))}
 _NONE = np.empty(0, np.float32)
 
 
@@ -252,8 +239,8 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
         part = bits[begin : begin + AT_ONCE]
         together = 1 if len(part) * inputs * FLOAT // 2 <= KEPT else TOGETHER
         threads = threads_used()
-        tasks = *task_size(len(part), MOST, len(panels), together, threads), threads
-        _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, *tasks)
+        size = task_size(len(part), MOST, len(panels), together, threads)
+        _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, size, threads)
     return out
 
 

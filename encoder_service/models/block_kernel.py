@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cpu import phases, tile_kernel, vectors, weight_panels
+from common.cpu import panel_tasks, phases, tile_kernel, vectors, weight_panels
 from common.cpu.jit import Array, Typed, exact, inner, threads_used
+from common.cpu.panel_tasks import SIZE, count_tasks
 from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.tile_kernel import (
@@ -22,7 +23,6 @@ from common.cpu.tile_kernel import (
     ROW,
     TOGETHER,
     ask_share,
-    count_tasks,
     packed_rows,
     padded,
     room_for,
@@ -313,24 +313,23 @@ def _behind(
     parallel_for(_work_behind, (counts, (out, joined), packed, (mixed, x), weights, norm, act, sizes), threads)
 
 
-_MADE_OF = [vectors, phases, weight_panels, tile_kernel]
+_MADE_OF = [vectors, panel_tasks, phases, weight_panels, tile_kernel]
 _before_kernel, _behind_kernel = (threaded(each, _MADE_OF) for each in (_before, _behind))
 _rows, _vector, _table = numba.int16[:, ::1], numba.int16[::1], numba.float32[:, :, ::1]
 _number, _weight = numba.float32, (numba.uint64[:, :, ::1], numba.float32[::1])
-_size = numba.types.UniTuple(numba.intp, 2)
 TYPED = {
     "before": Typed(
         _before_kernel,
         (
             *(_rows, _rows, _vector, _vector, _number, *_weight, _table, _table, numba.intp, numba.intp),
-            *(_size, numba.intp),
+            *(SIZE, numba.intp),
         ),
     ),
     "behind": Typed(
         _behind_kernel,
         (
             *(_rows, _rows, _rows, *_weight, _vector, _vector, _number, *_weight, numba.boolean, _number, _number),
-            *(*_weight, _size, _size, _size, numba.intp),
+            *(*_weight, SIZE, SIZE, SIZE, numba.intp),
         ),
     ),
 }

@@ -10,11 +10,12 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import phases, tile_kernel, vectors, weight_panels
+from common.cpu import panel_tasks, phases, tile_kernel, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
+from common.cpu.panel_tasks import SIZE, count_tasks, task_at
 from common.cpu.phases import counts_of, done, take, wait
 from common.cpu.routines import parallel_for, threaded
-from common.cpu.tile_kernel import ask_share, count_tasks, task_at
+from common.cpu.tile_kernel import ask_share
 from common.cpu.vectors.llvm import FLOAT
 from common.cpu.vectors.norms import add_rows, rms_norm
 from llm_service.layers.cpu import layer_products, pair_kernel, panel_kernel, quad_kernel, row_kernels
@@ -197,11 +198,10 @@ def _behind(
 
 
 _MADE_OF = [
-    *(vectors, phases, tile_kernel, weight_panels, layer_products),
+    *(vectors, panel_tasks, phases, tile_kernel, weight_panels, layer_products),
     *(pair_kernel, panel_kernel, quad_kernel, row_kernels),
 ]
 _number, _rows, _heads, _vector = numba.float32, numba.float32[:, ::1], numba.float32[:, :, ::1], numba.float32[::1]
-_size = numba.types.UniTuple(numba.intp, 2)
 
 
 _FORMS = {
@@ -223,11 +223,11 @@ def _typed(form: str, stored: str) -> dict[str, Typed]:
     )
     before = (
         *(_rows, _rows, _heads, _rows, _rows, _vector, _number, weight, like),
-        *(_heads, _heads, _rows, numba.intp, _number, _size, numba.intp),
+        *(_heads, _heads, _rows, numba.intp, _number, SIZE, numba.intp),
     )
     behind = (
         *(_rows, _rows, numba.uint32[:, ::1], _rows, weight, weight, weight, like),
-        *(_vector, _number, _vector, _number, numba.boolean, _size, _size, _size, numba.intp),
+        *(_vector, _number, _vector, _number, numba.boolean, SIZE, SIZE, SIZE, numba.intp),
     )
     kernels = zip(("before", "behind"), _KERNELS[form, stored], (before, behind), strict=True)
     return {f"{half}_{form}_{stored}": Typed(kernel, types) for half, kernel, types in kernels}

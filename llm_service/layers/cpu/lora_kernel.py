@@ -119,12 +119,16 @@ def _add(
     firsts: Any,
     pieces: Any,
 ) -> None:
-    """float32 out [n, outputs], x [n, inputs]; int64 rows [m] that have a slot, and the slots [m] of these. Of slots,
-    as `LowRankPanels` has them: uint32 words [slots, most], in which pairs begin at the bytes int64 begins [slots,
-    parts]; int64 kinds [slots, parts, 2] and ranks [slots, parts], float32 scales [slots, parts]. Of outputs: int64
-    panels [k, 3], part, begin, end, of which part p's are those from firsts[p] to firsts[p + 1]. A task has a row, a
-    part and one of so many pieces of its panels, for each of which what A gives is computed again: cheaper than to wait
-    for all threads in between."""
+    """Adds to float32 out [n, outputs] what adapters make of x [n, inputs]: of int64 rows [m], by the adapter in each
+    one's slot, int64 slots [m].
+
+    Slots are as in `LowRankPanels`: uint32 words [slots, most] with a pair of matrices for each part of the outputs;
+    int64 begins [slots, parts], the byte of the words where a pair begins; int64 kinds [slots, parts, 2], the dtypes of
+    its matrices; int64 ranks and float32 scales [slots, parts]. The panels of outputs are int64 panels [k, 3]: part,
+    begin, end; part p has those from firsts[p] up to firsts[p + 1].
+
+    A task has a row, a part, and one of `pieces` pieces of the part's panels. Each piece computes again what A gives,
+    which is cheaper than a wait of all threads in between."""
     given = out, x, rows, slots, (words, begins, kinds, ranks, scales), (panels, firsts), pieces
     parallel_for(_add_piece, given, len(rows) * ranks.shape[1] * pieces)
 

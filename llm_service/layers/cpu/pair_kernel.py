@@ -9,9 +9,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import phases, vectors, weight_panels
+from common.cpu import panel_tasks, phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.phases import counts_of
 from common.cpu.routines import Routine, parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS
@@ -90,38 +91,34 @@ def multiply(out: Any, packed: Any, panels: Any, bias: Any, panel: Any, begin: A
     write_panel(out, panel, begin, rows, sums_of(packed, panels, panel, begin, rows), bias[:0], bias)
 
 
-@inner
-def _work(thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, bias: Any, most: Any) -> None:
-    """One thread's part of `_product`."""
-    rows = x.shape[0]
-    row = take(counts, 0, thread, rows)
-    while row >= 0:
-        pack_pairs(packed, row, x, row)
-        done(counts, 0)
-        row = take(counts, 0, thread, rows)
-    wait(counts, 0, rows)
-    parts = (rows + most - 1) // most
-    task = take(counts, 1, thread, panels.shape[0] * parts)
-    while task >= 0:
-        begin = task % parts * most
-        multiply(out, packed, panels, bias, task // parts, begin, min(most, rows - begin))
-        task = take(counts, 1, thread, panels.shape[0] * parts)
+@numba.njit(inline="always")
+def _pack(row: Any, given: Any) -> None:
+    _, packed, x, _, _ = given
+    pack_pairs(packed, row, x, row)
 
 
-def _product(out: Any, x: Any, panels: Any, bias: Any, most: Any, threads: Any) -> None:
-    """float32 out [m, outputs], x [m, k] as bits, panels as in `PairPanels`, bias [outputs] or [0]. A task has `most`
-    rows of a panel's outputs."""
-    counts, packed = counts_of(2, threads), packed_rows(x.shape[0], panels.shape[1])
-    parallel_for(_work, (counts, out, packed, x, panels, bias, most), threads)
+@numba.njit(inline="always")
+def _multiply(task: Any, given: Any) -> None:
+    (out, packed, _, panels, bias), (begin, rows, panel, _) = given, task
+    multiply(out, packed, panels, bias, panel, begin, rows)
 
 
-_kernel = threaded(_product, [phases, vectors, weight_panels, panel_kernel], [SUM])
+_work = product_work(_pack, _multiply)
+
+
+def _product(out: Any, x: Any, panels: Any, bias: Any, size: Any, threads: Any) -> None:
+    """Fills float32 out [m, outputs] from x [m, k], as bits, and panels as in `PairPanels`; bias is [outputs] or [0]. A
+    task has `size` rows of one panel's outputs."""
+    rows, packed = x.shape[0], packed_rows(x.shape[0], panels.shape[1])
+    given = out, packed, x, panels, bias
+    parallel_for(_work, (counts_of(2, threads), rows, panels.shape[0], size, given), threads)
+
+
+_kernel = threaded(_product, [panel_tasks, phases, vectors, weight_panels, panel_kernel], [SUM])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
     "sum": Typed(SUM, ()),
-    "product": Typed(
-        _kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, numba.intp, numba.intp)
-    ),
+    "product": Typed(_kernel, (_matrix, numba.uint32[:, ::1], numba.uint64[:, :, ::1], _vector, SIZE, numba.intp)),
 }
 _NONE = np.empty(0, np.float32)
 
@@ -137,6 +134,6 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
     for begin in range(0, len(x), AT_ONCE):
         part = bits[begin : begin + AT_ONCE]
         threads = threads_used()
-        tasks = task_rows(len(part), len(panels), threads), threads
-        _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, *tasks)
+        size = task_rows(len(part), len(panels), threads), 1
+        _kernel(out[begin : begin + AT_ONCE], part, panels, _NONE if bias is None else bias, size, threads)
     return out

@@ -10,9 +10,10 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from common.cpu import phases, vectors, weight_panels
+from common.cpu import panel_tasks, phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.phases import counts_of
 from common.cpu.routines import Routine, parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, ROWS, add_products, in_pairs, widened_stretch
@@ -223,39 +224,35 @@ def multiply(out: Any, packed: Any, panels: Any, scale: Any, bias: Any, panel: A
     write_panel(out, panel, begin, rows, sums_of(packed, panels, panel, begin, rows), scale, bias)
 
 
-@inner
-def _work(
-    thread: Any, counts: Any, out: Any, packed: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any
-) -> None:
-    """One thread's part of `_product`."""
-    rows = x.shape[0]
-    row = take(counts, 0, thread, rows)
-    while row >= 0:
-        pack_row(packed, row, x, row)
-        done(counts, 0)
-        row = take(counts, 0, thread, rows)
-    wait(counts, 0, rows)
-    parts = (rows + most - 1) // most
-    task = take(counts, 1, thread, panels.shape[0] * parts)
-    while task >= 0:
-        begin = task % parts * most
-        multiply(out, packed, panels, scale, bias, task // parts, begin, min(most, rows - begin))
-        task = take(counts, 1, thread, panels.shape[0] * parts)
+@numba.njit(inline="always")
+def _pack(row: Any, given: Any) -> None:
+    _, packed, x, _, _, _ = given
+    pack_row(packed, row, x, row)
 
 
-def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, most: Any, threads: Any) -> None:
-    """float32 out [m, outputs], x [m, k], panels as in `PanelWeight`; scale and bias [outputs] or [0]. A task has
-    `most` rows of a panel's outputs."""
-    counts, packed = counts_of(2, threads), packed_rows(x.shape[0], x.shape[1])
-    parallel_for(_work, (counts, out, packed, x, panels, scale, bias, most), threads)
+@numba.njit(inline="always")
+def _multiply(task: Any, given: Any) -> None:
+    (out, packed, _, panels, scale, bias), (begin, rows, panel, _) = given, task
+    multiply(out, packed, panels, scale, bias, panel, begin, rows)
 
 
-_kernels = {kind: threaded(_product, [phases, vectors, weight_panels], [routine]) for kind, routine in SUMS.items()}
+_work = product_work(_pack, _multiply)
+
+
+def _product(out: Any, x: Any, panels: Any, scale: Any, bias: Any, size: Any, threads: Any) -> None:
+    """Fills float32 out [m, outputs] from x [m, k] and panels as in `PanelWeight`; scale and bias are [outputs] or [0].
+    A task has `size` rows of one panel's outputs."""
+    rows, packed = x.shape[0], packed_rows(x.shape[0], x.shape[1])
+    given = out, packed, x, panels, scale, bias
+    parallel_for(_work, (counts_of(2, threads), rows, panels.shape[0], size, given), threads)
+
+
+_kernels = {
+    kind: threaded(_product, [panel_tasks, phases, vectors, weight_panels], [routine]) for kind, routine in SUMS.items()
+}
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
-    str(kind): Typed(
-        kernel, (_matrix, _matrix, numba.from_dtype(kind)[:, :, ::1], _vector, _vector, numba.intp, numba.intp)
-    )
+    str(kind): Typed(kernel, (_matrix, _matrix, numba.from_dtype(kind)[:, :, ::1], _vector, _vector, SIZE, numba.intp))
     for kind, kernel in _kernels.items()
 }
 """By the type of the panels' array."""
@@ -274,8 +271,8 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
     for begin in range(0, len(x), AT_ONCE):
         part = x[begin : begin + AT_ONCE]
         threads = threads_used()
-        tasks = task_rows(len(part), len(panels), threads), threads
-        _kernels[panels.dtype](out[begin : begin + AT_ONCE], part, panels, *given, *tasks)
+        size = task_rows(len(part), len(panels), threads), 1
+        _kernels[panels.dtype](out[begin : begin + AT_ONCE], part, panels, *given, size, threads)
     return out
 
 

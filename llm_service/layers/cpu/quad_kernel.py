@@ -9,9 +9,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import phases, vectors, weight_panels
+from common.cpu import panel_tasks, phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, exact, inner, threads_used
-from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.phases import counts_of
 from common.cpu.routines import Routine, parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS, write_whole_sums
@@ -160,52 +161,36 @@ def multiply(
     write_rows(out, panel, begin, rows, room, scales, sums, weight, bias)
 
 
-@inner
-def _work(
-    thread: Any,
-    counts: Any,
-    out: Any,
-    packed: Any,
-    scales: Any,
-    sums: Any,
-    x: Any,
-    panels: Any,
-    weight: Any,
-    bias: Any,
-    step: Any,
-    most: Any,
-) -> None:
-    """One thread's part of `_product`."""
-    rows = x.shape[0]
-    row = take(counts, 0, thread, rows)
-    while row >= 0:
-        pack_quads(packed, scales, sums, row, x, row, step)
-        done(counts, 0)
-        row = take(counts, 0, thread, rows)
-    wait(counts, 0, rows)
-    parts = (rows + most - 1) // most
-    task = take(counts, 1, thread, panels.shape[0] * parts)
-    while task >= 0:
-        begin, panel = task % parts * most, task // parts
-        multiply(out, packed, scales, sums, panels, weight, bias, panel, begin, min(most, rows - begin))
-        task = take(counts, 1, thread, panels.shape[0] * parts)
+@numba.njit(inline="always")
+def _pack(row: Any, given: Any) -> None:
+    _, (packed, scales, sums), x, _, step = given
+    pack_quads(packed, scales, sums, row, x, row, step)
 
 
-def _product(out: Any, x: Any, panels: Any, weight: Any, bias: Any, step: Any, most: Any, threads: Any) -> None:
-    """float32 out [m, outputs], x [m, k], panels and weight (its scale) as in `QuadPanels`; bias is as long as the
-    scale; `step` as there. A task has `most` rows of a panel's outputs."""
-    rows = x.shape[0]
-    counts = counts_of(2, threads)
-    packed, scales, sums = packed_rows(rows, panels.shape[1])
-    parallel_for(_work, (counts, out, packed, scales, sums, x, panels, weight, bias, step, most), threads)
+@numba.njit(inline="always")
+def _multiply(task: Any, given: Any) -> None:
+    out, (packed, scales, sums), _, (panels, weight, bias), _ = given
+    begin, rows, panel, _ = task
+    multiply(out, packed, scales, sums, panels, weight, bias, panel, begin, rows)
 
 
-_kernel = threaded(_product, [phases, vectors, weight_panels, panel_kernel], [SUM])
+_work = product_work(_pack, _multiply)
+
+
+def _product(out: Any, x: Any, panels: Any, weight: Any, bias: Any, step: Any, size: Any, threads: Any) -> None:
+    """Fills float32 out [m, outputs] from x [m, k] and panels, whose scale is `weight`; these and `step` are as in
+    `QuadPanels`. Bias is as long as the scale. A task has `size` rows of one panel's outputs."""
+    rows, packed = x.shape[0], packed_rows(x.shape[0], panels.shape[1])
+    given = out, packed, x, (panels, weight, bias), step
+    parallel_for(_work, (counts_of(2, threads), rows, panels.shape[0], size, given), threads)
+
+
+_kernel = threaded(_product, [panel_tasks, phases, vectors, weight_panels, panel_kernel], [SUM])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 TYPED = {
     "sum": Typed(SUM, ()),
     "product": Typed(
-        _kernel, (_matrix, _matrix, numba.uint32[:, :, ::1], _vector, _vector, numba.float32, numba.intp, numba.intp)
+        _kernel, (_matrix, _matrix, numba.uint32[:, :, ::1], _vector, _vector, numba.float32, SIZE, numba.intp)
     ),
 }
 
@@ -221,6 +206,6 @@ def product(x: Array, panels: Array, scale: Array, bias: Array, step: float, inp
     for begin in range(0, len(x), AT_ONCE):
         part = x[begin : begin + AT_ONCE]
         threads = threads_used()
-        tasks = task_rows(len(part), len(panels), threads), threads
-        _kernel(out[begin : begin + AT_ONCE], part, panels, scale, bias, np.float32(step), *tasks)
+        size = task_rows(len(part), len(panels), threads), 1
+        _kernel(out[begin : begin + AT_ONCE], part, panels, scale, bias, np.float32(step), size, threads)
     return out

@@ -8,11 +8,12 @@ import numba
 import numpy as np
 import torch
 
-from common.cpu import phases, tile_kernel, vectors, weight_panels
+from common.cpu import panel_tasks, phases, tile_kernel, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.phases import counts_of
 from common.cpu.routines import parallel_for, threaded
-from common.cpu.tile_kernel import AT_ONCE, KEPT, MOST, TOGETHER, count_tasks, padded, room_for, task_at, task_size
+from common.cpu.tile_kernel import AT_ONCE, KEPT, MOST, TOGETHER, ask_share, padded, room_for, task_size
 from common.cpu.vectors.llvm import FLOAT
 from common.cpu.vectors.tiles import BLOCK, add_quad_tiles, multiply_quad_tiles
 from common.cpu.weight_panels import WIDTH
@@ -23,11 +24,18 @@ _, sum_few, sum_many = tile_kernel.summing(multiply_quad_tiles, add_quad_tiles)
 
 
 @inner
-def _multiply(
-    out: Any, packed: Any, scales: Any, sums: Any, panels: Any, weight: Any, bias: Any, task: Any, size: Any
-) -> None:
-    """Fills a task's part of out; the others are as in `_product`."""
-    begin, rows, first, count = task_at(task, out.shape[0], panels.shape[0], size)
+def _pack(row: Any, given: Any) -> None:
+    _, (packed, scales, sums), x, _, step = given
+    width = packed.shape[1] * FLOAT
+    packed[row, x.shape[1] // QUAD :] = np.uint32(0)
+    pack_row(packed.ctypes.data + row * width, 0, width, scales, sums, row, x, row, step)
+
+
+@inner
+def _multiply(task: Any, given: Any) -> None:
+    """Fills a task's part of out."""
+    out, (packed, scales, sums), _, (panels, weight, bias), _ = given
+    begin, rows, first, count = task
     room = room_for(rows, count)
     if packed.shape[0] <= BLOCK:
         for panel in range(first, first + count):
@@ -40,53 +48,29 @@ def _multiply(
         write_rows(out, first + index, begin, rows, of_panel, scales, sums, weight, bias)
 
 
+_take_all = product_work(_pack, _multiply)
+
+
 @inner
-def _work(
-    thread: Any,
-    counts: Any,
-    out: Any,
-    packed: Any,
-    scales: Any,
-    sums: Any,
-    x: Any,
-    panels: Any,
-    weight: Any,
-    bias: Any,
-    step: Any,
-    size: Any,
-) -> None:
+def _work(thread: Any, counts: Any, rows: Any, panels: Any, size: Any, given: Any) -> None:
     """One thread's part of `_product`."""
-    rows, width = x.shape[0], packed.shape[1] * FLOAT
-    tile_kernel.ask_share(counts, thread, panels)
-    row = take(counts, 0, thread, rows)
-    while row >= 0:
-        packed[row, x.shape[1] // QUAD :] = np.uint32(0)
-        pack_row(packed.ctypes.data + row * width, 0, width, scales, sums, row, x, row, step)
-        done(counts, 0)
-        row = take(counts, 0, thread, rows)
-    wait(counts, 0, rows)
-    tasks = count_tasks(rows, panels.shape[0], size)
-    task = take(counts, 1, thread, tasks)
-    while task >= 0:
-        _multiply(out, packed, scales, sums, panels, weight, bias, task, size)
-        task = take(counts, 1, thread, tasks)
+    ask_share(counts, thread, given[3][0])
+    _take_all(thread, counts, rows, panels, size, given)
 
 
-def _product(
-    out: Any, x: Any, panels: Any, weight: Any, bias: Any, step: Any, most: Any, together: Any, threads: Any
-) -> None:
-    """As in `quad_kernel`; the number of quads is a multiple of 16. A task has `most` rows of the outputs of `together`
-    panels."""
+def _product(out: Any, x: Any, panels: Any, weight: Any, bias: Any, step: Any, size: Any, threads: Any) -> None:
+    """As in `quad_kernel`; the number of quads is a multiple of 16. A task has `size` rows and panels."""
     rows = x.shape[0]
-    counts, packed = counts_of(2, threads), tile_kernel.packed_rows(rows, panels.shape[1] // BLOCK)
-    scales, sums = np.empty(rows, np.float32), np.empty(rows, np.int32)
-    parallel_for(_work, (counts, out, packed, scales, sums, x, panels, weight, bias, step, (most, together)), threads)
+    numbers = tile_kernel.packed_rows(rows, panels.shape[1] // BLOCK)
+    packed = numbers, np.empty(rows, np.float32), np.empty(rows, np.int32)
+    given = out, packed, x, (panels, weight, bias), step
+    parallel_for(_work, (counts_of(2, threads), rows, panels.shape[0], size, given), threads)
 
 
-_kernel = threaded(_product, [phases, vectors, weight_panels, tile_kernel, panel_kernel, quad_kernel])
+_kernel = threaded(_product, [panel_tasks, phases, vectors, weight_panels, tile_kernel, panel_kernel, quad_kernel])
 _matrix, _vector = numba.float32[:, ::1], numba.float32[::1]
 _quads = numba.uint32[:, :, ::1]
-TYPED = {"product": Typed(_kernel, (_matrix, _matrix, _quads, _vector, _vector, numba.float32, *[numba.intp] * 3))}
+TYPED = {"product": Typed(_kernel, (_matrix, _matrix, _quads, _vector, _vector, numba.float32, SIZE, numba.intp))}
 
 
 def product(x: Array, panels: Array, scale: Array, bias: Array, step: float, inputs: int, outputs: int) -> Array:
@@ -102,6 +86,6 @@ def product(x: Array, panels: Array, scale: Array, bias: Array, step: float, inp
         part = x[begin : begin + AT_ONCE]
         together = 1 if len(part) * inputs <= KEPT else TOGETHER
         threads = threads_used()
-        tasks = *task_size(len(part), MOST, len(panels), together, threads), threads
-        _kernel(out[begin : begin + AT_ONCE], part, panels, scale, bias, np.float32(step), *tasks)
+        size = task_size(len(part), MOST, len(panels), together, threads)
+        _kernel(out[begin : begin + AT_ONCE], part, panels, scale, bias, np.float32(step), size, threads)
     return out

@@ -12,9 +12,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import phases, vectors, weight_panels
+from common.cpu import panel_tasks, phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.phases import counts_of, done, take, wait
+from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.phases import counts_of
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import NOTHING, add_scaled, scaled_stretch, widened_stretch
@@ -65,39 +66,28 @@ def _scale_stretch(form: Any, places: Any, constants: Any, count: Any) -> None:
 
 
 @inner
-def group_constants(both: Any, scale: Any, kind: Any, zero: Any, group: Any, panel: Any, panels: Any) -> Any:
-    """The addresses of float32 scales [64] and zeros [64] of a group's outputs in a panel, for which there is room at
-    the address `both`; zeros stay as they are there where no group has any."""
+def group_constants(room: Any, scale: Any, kind: Any, zero: Any, group: Any, panel: Any, panels: Any) -> Any:
+    """The addresses of a group's scales and zeros, float32 [64] each, for the outputs of one of `panels` panels. What
+    the weight has in another dtype is widened into `room`, an address with room for both; without zeros, the second
+    half of it stays as it is."""
     place = scale.ctypes.data + group * scale.shape[1] + panel * (scale.shape[1] // panels)
     if kind == FLOAT16:
-        place = widened_stretch(VECTORS, _FLOAT16, both, place, 1)
+        place = widened_stretch(VECTORS, _FLOAT16, room, place, 1)
     elif kind == BFLOAT16:
-        place = widened_stretch(VECTORS, _BFLOAT16, both, place, 1)
+        place = widened_stretch(VECTORS, _BFLOAT16, room, place, 1)
     elif kind == E4M3:
-        place = widened_stretch(VECTORS, _E4M3, both, place, 1)
+        place = widened_stretch(VECTORS, _E4M3, room, place, 1)
     if zero.shape[0]:
         row = group if zero.shape[0] > 1 else 0
         zeros = zero.ctypes.data + row * zero.shape[1] + panel * WIDTH
-        widened_stretch(VECTORS, zero, both + WIDTH * FLOAT, zeros, 1)
-    return place, both + WIDTH * FLOAT
+        widened_stretch(VECTORS, zero, room + WIDTH * FLOAT, zeros, 1)
+    return place, room + WIDTH * FLOAT
 
 
 @inner
-def _few(
-    out: Any,
-    packed: Any,
-    sums: Any,
-    codes: Any,
-    form: Any,
-    scale: Any,
-    kind: Any,
-    zero: Any,
-    unit: Any,
-    bias: Any,
-    ends: Any,
-    panel: Any,
-) -> None:
+def _few(out: Any, packed: Any, sums: Any, weight: Any, bias: Any, ends: Any, panel: Any) -> None:
     """Fills one panel's outputs of out [rows, outputs]; sums float32 [rows, groups] are those of x."""
+    codes, form, scale, kind, zero, unit = weight
     rows, inputs, size = out.shape[0], codes.shape[1], codes.shape[2]
     room = np.zeros(2 * (rows + TOGETHER + 1) * WIDTH + LANES, np.float32)
     totals = room.ctypes.data + first_line(room) * FLOAT
@@ -124,21 +114,9 @@ def _few(
 
 
 @inner
-def _many(
-    out: Any,
-    packed: Any,
-    codes: Any,
-    form: Any,
-    scale: Any,
-    kind: Any,
-    zero: Any,
-    unit: Any,
-    bias: Any,
-    ends: Any,
-    panel: Any,
-    first: Any,
-) -> None:
+def _many(out: Any, packed: Any, weight: Any, bias: Any, ends: Any, panel: Any, first: Any) -> None:
     """Fills one panel's outputs of out [rows, outputs], which are the rows of `packed` from the first on."""
+    codes, form, scale, kind, zero, unit = weight
     rows, inputs, size = out.shape[0], codes.shape[1], codes.shape[2]
     room = np.zeros((rows + 1 + _STRETCH + 2) * WIDTH + LANES, np.float32)
     totals = room.ctypes.data + first_line(room) * FLOAT
@@ -167,20 +145,17 @@ def _many(
 
 
 @inner
-def _pack_row(packed: Any, x: Any, order: Any, row: Any) -> None:
-    """Packs a row of x [m, k] into float32 packed [stretches, m, 64], in `order` if there is one."""
+def _pack(row: Any, given: Any) -> None:
+    """Packs a row of x [m, k] into float32 packed [stretches, m, 64], in `order` if there is one; and sums its groups
+    into sums [m, groups], or [m, 0] where they are not needed."""
+    _, packed, sums, x, _, _, (ends, order) = given
     inputs = x.shape[1]
     for stretch in range(packed.shape[0]):
         begin = stretch * _STRETCH
         for place in range(min(_STRETCH, inputs - begin)):
             packed[stretch, row, place] = x[row, order[begin + place] if len(order) else begin + place]
-
-
-@inner
-def _sum_groups(sums: Any, x: Any, ends: Any, order: Any, row: Any) -> None:
-    """Fills one row of sums float32 [m, groups]."""
     begin = 0
-    for group in range(len(ends)):
+    for group in range(sums.shape[1]):
         total = np.float32(0.0)
         for place in range(begin, ends[group]):
             total += x[row, order[place] if len(order) else place]
@@ -188,72 +163,41 @@ def _sum_groups(sums: Any, x: Any, ends: Any, order: Any, row: Any) -> None:
         begin = ends[group]
 
 
-@inner
-def _work(
-    thread: Any,
-    counts: Any,
-    out: Any,
-    packed: Any,
-    sums: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    ends: Any,
-    order: Any,
-    most: Any,
-) -> None:
-    """One thread's part of `_product`."""
-    codes, form, scale, kind, zero, unit = weight
-    rows = x.shape[0]
-    row = take(counts, 0, thread, rows)
-    while row >= 0:
-        _pack_row(packed, x, order, row)
-        if sums.shape[1]:
-            _sum_groups(sums, x, ends, order, row)
-        done(counts, 0)
-        row = take(counts, 0, thread, rows)
-    wait(counts, 0, rows)
-    parts = 1 if rows <= FEW else (rows + most - 1) // most
-    task = take(counts, 1, thread, codes.shape[0] * parts)
-    while task >= 0:
-        if rows <= FEW:
-            _few(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, task)
-        else:
-            first = task % parts * most
-            part = out[first : min(rows, first + most)]
-            _many(part, packed, codes, form, scale, kind, zero, unit, bias, ends, task // parts, first)
-        task = take(counts, 1, thread, codes.shape[0] * parts)
+@numba.njit(inline="always")
+def _multiply(task: Any, given: Any) -> None:
+    """Fills a task's part of out, in one panel."""
+    out, packed, sums, x, weight, bias, (ends, _) = given
+    begin, rows, panel, _ = task
+    if x.shape[0] <= FEW:
+        _few(out, packed, sums, weight, bias, ends, panel)
+    else:
+        _many(out[begin : begin + rows], packed, weight, bias, ends, panel, begin)
 
 
-def _product(
-    out: Any,
-    x: Any,
-    codes: Any,
-    form: Any,
-    scale: Any,
-    kind: Any,
-    zero: Any,
-    unit: Any,
-    bias: Any,
-    ends: Any,
-    order: Any,
-    most: Any,
-    threads: Any,
-) -> None:
-    """float32 out [m, outputs], x [m, k]; bias [outputs] or [0]; the others as in `QuantizedPanels`. A task has `most`
-    rows of a panel's outputs."""
-    rows, inputs = x.shape
+_work = product_work(_pack, _multiply)
+
+
+def _product(out: Any, x: Any, weight: Any, bias: Any, groups: Any, size: Any, threads: Any) -> None:
+    """Fills float32 out [m, outputs] from x [m, k]. The weight is as in `Weight`, groups are `ends` and `order` of
+    `QuantizedPanels`, bias is [outputs] or [0]. A task has `size` rows of one panel's outputs."""
+    (rows, inputs), panels, zero = x.shape, weight[0].shape[0], weight[4]
     stretches = (inputs + _STRETCH - 1) // _STRETCH
-    counts, packed = counts_of(2, threads), np.empty((stretches, rows + TOGETHER, _STRETCH), np.float32)
-    sums = np.empty((rows, len(ends) if zero.shape[0] and rows <= FEW else 0), np.float32)
-    weight = codes, form, scale, kind, zero, unit
-    parallel_for(_work, (counts, out, packed, sums, x, weight, bias, ends, order, most), threads)
+    packed = np.empty((stretches, rows + TOGETHER, _STRETCH), np.float32)
+    sums = np.empty((rows, len(groups[0]) if zero.shape[0] and rows <= FEW else 0), np.float32)
+    given = out, packed, sums, x, weight, bias, groups
+    parallel_for(_work, (counts_of(2, threads), rows, panels, size, given), threads)
 
 
-_kernel = threaded(_product, [phases, vectors, weight_panels, panel_kernel])
-_matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
-_weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
-TYPED = {"product": Typed(_kernel, (_matrix, _matrix, *_weight, _vector, _places, _places, numba.intp, numba.intp))}
+def typed(kernel: Any, kind: Any) -> Typed:
+    """A kernel with the types of `_product`, x of this dtype."""
+    bits, vector, places = numba.uint8[:, :, ::1], numba.float32[::1], numba.int32[::1]
+    weight = numba.types.Tuple((bits, numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], vector))
+    groups = numba.types.UniTuple(places, 2)
+    return Typed(kernel, (numba.float32[:, ::1], kind[:, ::1], weight, vector, groups, SIZE, numba.intp))
+
+
+_kernel = threaded(_product, [panel_tasks, phases, vectors, weight_panels, panel_kernel])
+TYPED = {"product": typed(_kernel, numba.float32)}
 _NONE = np.empty(0, np.float32)
 Weight = tuple[Array, int, Array, int, Array, Array]
 """codes, form, scale, kind, zero and unit, as in `QuantizedPanels`."""
@@ -267,9 +211,9 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
     return in_goes(_kernel, np.float32, _AT_ONCE, x, weight, groups, bias, outputs, rows_of_task)
 
 
-def rows_of_task(rows: int, panels: int, threads: int) -> tuple[int]:
-    """`task_rows`, alone."""
-    return (task_rows(rows, panels, threads),)
+def rows_of_task(rows: int, panels: int, threads: int) -> tuple[int, int]:
+    """Rows of a task, which has one panel."""
+    return task_rows(rows, panels, threads), 1
 
 
 def in_goes(
@@ -281,10 +225,10 @@ def in_goes(
     groups: tuple[Array, Array],
     bias: Array | None,
     outputs: int,
-    tasks: Callable[[int, int, int], tuple[int, ...]],
+    size_of: Callable[[int, int, int], tuple[int, int]],
 ) -> Array:
-    """See `product`: computes `at_once` rows per pass with a kernel that takes x as this dtype, and with what `tasks`
-    returns for the numbers of rows, panels and threads."""
+    """See `product`: computes `at_once` rows per pass with a kernel that takes x as this dtype. `size_of` gives a
+    task's rows and panels, for the numbers of rows, panels and threads."""
     codes = weight[0]
     if x.ndim != 2 or x.shape[1] != codes.shape[1] or x.dtype != np.float32:
         raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {codes.shape[1]} inputs")
@@ -292,6 +236,6 @@ def in_goes(
     for begin in range(0, len(x), at_once):
         part = numbers[begin : begin + at_once]
         threads = threads_used()
-        sizes = *tasks(len(part), len(codes), threads), threads
-        kernel(out[begin : begin + at_once], part, *weight, _NONE if bias is None else bias, *groups, *sizes)
+        size = size_of(len(part), len(codes), threads)
+        kernel(out[begin : begin + at_once], part, weight, _NONE if bias is None else bias, groups, size, threads)
     return out

@@ -10,9 +10,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import phases, vectors, weight_panels
-from common.cpu.jit import Array, Typed, inner
-from common.cpu.phases import counts_of, done, take, wait
+from common.cpu import panel_tasks, phases, vectors, weight_panels
+from common.cpu.jit import Array, inner
+from common.cpu.panel_tasks import product_work
+from common.cpu.phases import counts_of
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.products import ROWS, add_scaled, widened_stretch
@@ -20,7 +21,16 @@ from common.cpu.vectors.stored import lower_half, rounded, upper_half
 from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
 from llm_service.layers.cpu import panel_kernel, quantized_kernel
 from llm_service.layers.cpu.panel_kernel import AT_ONCE, TOGETHER, add_rows
-from llm_service.layers.cpu.quantized_kernel import E4M3, INT8, NIBBLES, Weight, group_constants, in_goes, rows_of_task
+from llm_service.layers.cpu.quantized_kernel import (
+    E4M3,
+    INT8,
+    NIBBLES,
+    Weight,
+    group_constants,
+    in_goes,
+    rows_of_task,
+    typed,
+)
 
 _STRETCH = 64
 """Pairs of inputs that all rows go through before the next: 16 KiB of words, half of most first-level caches."""
@@ -61,24 +71,10 @@ def widen(form: Any, words: Any, numbers: Any, count: Any) -> None:
 
 
 @inner
-def _multiply(
-    out: Any,
-    packed: Any,
-    sums: Any,
-    codes: Any,
-    form: Any,
-    scale: Any,
-    kind: Any,
-    zero: Any,
-    unit: Any,
-    bias: Any,
-    ends: Any,
-    panel: Any,
-    begin: Any,
-    rows: Any,
-) -> None:
-    """Fills out [begin : begin + rows] of one panel's outputs; sums float32 [rows, groups] are those of x, the others
-    are as in `_product`."""
+def _multiply(task: Any, given: Any) -> None:
+    """Fills a task's part of out, in one panel."""
+    out, packed, sums, _, weight, bias, (ends, _) = given
+    (codes, form, scale, kind, zero, unit), (begin, rows, panel, _) = weight, task
     inputs, size = codes.shape[1], codes.shape[2]
     room = np.zeros((2 * (rows + 1) + _STRETCH + 2) * WIDTH + LANES, np.float32)
     totals = room.ctypes.data + first_line(room) * FLOAT
@@ -110,9 +106,10 @@ def _multiply(
 
 
 @inner
-def _pack_row(packed: Any, sums: Any, x: Any, ends: Any, order: Any, row: Any) -> None:
-    """uint32 packed [stretches, m, 64]: pairs of x [m, k], bits of float32, in an order if there is one, rounded to
-    bfloat16; and their sums float32 [m, groups], or [m, 0] where nobody wants them."""
+def _pack(row: Any, given: Any) -> None:
+    """Packs a row of x [m, k], bits of float32, into uint32 packed [stretches, m, 64]: pairs, rounded to bfloat16, in
+    `order` if there is one. Also sums its groups into sums float32 [m, groups], or [m, 0] where they are not needed."""
+    _, packed, sums, x, _, _, (ends, order) = given
     inputs = x.shape[1]
     for stretch in range(packed.shape[0]):
         first = stretch * 2 * _STRETCH
@@ -131,74 +128,23 @@ def _pack_row(packed: Any, sums: Any, x: Any, ends: Any, order: Any, row: Any) -
         sums[row, group] = total
 
 
-@inner
-def _work(
-    thread: Any,
-    counts: Any,
-    out: Any,
-    packed: Any,
-    sums: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    ends: Any,
-    order: Any,
-    most: Any,
-) -> None:
-    """One thread's part of `_product`."""
-    codes, form, scale, kind, zero, unit = weight
-    rows = x.shape[0]
-    row = take(counts, 0, thread, rows)
-    while row >= 0:
-        _pack_row(packed, sums, x, ends, order, row)
-        done(counts, 0)
-        row = take(counts, 0, thread, rows)
-    wait(counts, 0, rows)
-    parts = (rows + most - 1) // most
-    task = take(counts, 1, thread, codes.shape[0] * parts)
-    while task >= 0:
-        begin, panel = task % parts * most, task // parts
-        count = min(most, rows - begin)
-        _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, panel, begin, count)
-        task = take(counts, 1, thread, codes.shape[0] * parts)
+_work = product_work(_pack, _multiply)
 
 
-def _product(
-    out: Any,
-    x: Any,
-    codes: Any,
-    form: Any,
-    scale: Any,
-    kind: Any,
-    zero: Any,
-    unit: Any,
-    bias: Any,
-    ends: Any,
-    order: Any,
-    most: Any,
-    threads: Any,
-) -> None:
-    """float32 out [m, outputs], x [m, k] as bits; bias [outputs] or [0]; the others as in `QuantizedPanels`, for
-    groups that fit. A task has `most` rows of a panel's outputs."""
-    rows, inputs = x.shape
+def _product(out: Any, x: Any, weight: Any, bias: Any, groups: Any, size: Any, threads: Any) -> None:
+    """As in `quantized_kernel`, for groups that fit; x are bits of float32."""
+    (rows, inputs), panels, zero = x.shape, weight[0].shape[0], weight[4]
     stretches = (inputs + 2 * _STRETCH - 1) // (2 * _STRETCH)
     packed = np.empty((stretches, rows + 1, _STRETCH), np.uint32)
     for stretch in range(stretches):
         packed[stretch, rows] = np.uint32(0)
-    sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
-    counts = counts_of(2, threads)
-    weight = codes, form, scale, kind, zero, unit
-    parallel_for(_work, (counts, out, packed, sums, x, weight, bias, ends, order, most), threads)
+    sums = np.empty((rows, len(groups[0]) if zero.shape[0] else 0), np.float32)
+    given = out, packed, sums, x, weight, bias, groups
+    parallel_for(_work, (counts_of(2, threads), rows, panels, size, given), threads)
 
 
-_kernel = threaded(_product, [phases, vectors, weight_panels, panel_kernel, quantized_kernel])
-_matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
-_weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
-TYPED = {
-    "product": Typed(
-        _kernel, (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, numba.intp, numba.intp)
-    )
-}
+_kernel = threaded(_product, [panel_tasks, phases, vectors, weight_panels, panel_kernel, quantized_kernel])
+TYPED = {"product": typed(_kernel, numba.uint32)}
 
 
 def fits(ends: Array) -> bool:

@@ -9,18 +9,19 @@ from typing import Any
 import numba
 import numpy as np
 
-from common.cpu import phases, tile_kernel, vectors, weight_panels
-from common.cpu.jit import Array, Typed, inner
-from common.cpu.phases import counts_of, done, take, wait
+from common.cpu import panel_tasks, phases, tile_kernel, vectors, weight_panels
+from common.cpu.jit import Array, inner
+from common.cpu.panel_tasks import product_work
+from common.cpu.phases import counts_of
 from common.cpu.routines import parallel_for, threaded
-from common.cpu.tile_kernel import KEPT, ROW, add_blocks, count_tasks, pack_pairs, packed_rows, task_at, task_size
+from common.cpu.tile_kernel import KEPT, ROW, add_blocks, pack_pairs, packed_rows, task_size
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
 from common.cpu.vectors.products import add_scaled
 from common.cpu.vectors.stored import lower_half, upper_half
 from common.cpu.vectors.tiles import BLOCK, configure_tiles, release_tiles
 from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
 from llm_service.layers.cpu import panel_kernel, quantized_kernel, quantized_pairs
-from llm_service.layers.cpu.quantized_kernel import Weight, group_constants, in_goes
+from llm_service.layers.cpu.quantized_kernel import Weight, group_constants, in_goes, typed
 from llm_service.layers.cpu.quantized_pairs import widen
 
 _STEP = 2 * BLOCK
@@ -39,28 +40,14 @@ AT_ONCE = 5 * _MOST
 
 
 @inner
-def _multiply(
-    out: Any,
-    packed: Any,
-    sums: Any,
-    codes: Any,
-    form: Any,
-    scale: Any,
-    kind: Any,
-    zero: Any,
-    unit: Any,
-    bias: Any,
-    ends: Any,
-    first: Any,
-    last: Any,
-    begin: Any,
-    rows: Any,
-) -> None:
-    """Fills out [begin : begin + rows] of the outputs of some panels, from one on up to another; sums float32
-    [rows, groups] are those of x, the others are as in `_product`."""
+def _multiply(task: Any, given: Any) -> None:
+    """Fills a task's part of out."""
+    out, packed, sums, _, weight, bias, (ends, _) = given
+    (codes, form, scale, kind, zero, unit), (begin, rows, first, count) = weight, task
+    last = first + count
     inputs, size, step = codes.shape[1], codes.shape[2], packed.shape[1] * FLOAT
     padded = (rows + BLOCK - 1) // BLOCK * BLOCK
-    apart, many = padded * WIDTH, (last - first) * padded * WIDTH
+    apart, many = padded * WIDTH, count * padded * WIDTH
     room = np.empty(2 * many + (_TURN + _STRETCH // 2 + 2) * WIDTH + LANES, np.float32)
     skipped = first_line(room)
     room[skipped : skipped + many] = np.float32(0.0)
@@ -111,9 +98,10 @@ def _multiply(
 
 
 @inner
-def _pack_row(packed: Any, sums: Any, x: Any, ends: Any, order: Any, row: Any) -> None:
-    """uint32 packed [m, words]: pairs of x [m, k], bits of float32, in an order if there is one, rounded to bfloat16;
-    and their sums float32 [m, groups], or [m, 0] where nobody wants them."""
+def _pack(row: Any, given: Any) -> None:
+    """Packs a row of x [m, k], bits of float32, into uint32 packed [m, words]: pairs, rounded to bfloat16, in `order`
+    if there is one. Also sums its groups into sums float32 [m, groups], or [m, 0] where they are not needed."""
+    _, packed, sums, x, _, _, (ends, order) = given
     if len(order):
         moved = np.empty((1, len(order)), np.uint32)
         for place in range(len(order)):
@@ -130,71 +118,21 @@ def _pack_row(packed: Any, sums: Any, x: Any, ends: Any, order: Any, row: Any) -
         at = ends[group] // 2
 
 
-@inner
-def _work(
-    thread: Any,
-    counts: Any,
-    out: Any,
-    packed: Any,
-    sums: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    ends: Any,
-    order: Any,
-    size: Any,
-) -> None:
-    """One thread's part of `_product`."""
-    codes, form, scale, kind, zero, unit = weight
-    rows = x.shape[0]
-    row = take(counts, 0, thread, rows)
-    while row >= 0:
-        _pack_row(packed, sums, x, ends, order, row)
-        done(counts, 0)
-        row = take(counts, 0, thread, rows)
-    wait(counts, 0, rows)
-    tasks = count_tasks(rows, codes.shape[0], size)
-    task = take(counts, 1, thread, tasks)
-    while task >= 0:
-        begin, here, first, count = task_at(task, rows, codes.shape[0], size)
-        last = first + count
-        _multiply(out, packed, sums, codes, form, scale, kind, zero, unit, bias, ends, first, last, begin, here)
-        task = take(counts, 1, thread, tasks)
+_work = product_work(_pack, _multiply)
 
 
-def _product(
-    out: Any,
-    x: Any,
-    codes: Any,
-    form: Any,
-    scale: Any,
-    kind: Any,
-    zero: Any,
-    unit: Any,
-    bias: Any,
-    ends: Any,
-    order: Any,
-    most: Any,
-    together: Any,
-    threads: Any,
-) -> None:
-    """float32 out [m, outputs], x [m, k] as bits; bias [outputs] or [0]; the others as in `QuantizedPanels`, for
-    groups that fit. A task has `most` rows of the outputs of so many panels `together`."""
-    rows = x.shape[0]
+def _product(out: Any, x: Any, weight: Any, bias: Any, groups: Any, size: Any, threads: Any) -> None:
+    """As in `quantized_pairs`. A task has `size` rows and panels."""
+    rows, panels, zero = x.shape[0], weight[0].shape[0], weight[4]
     packed = packed_rows(rows, (x.shape[1] + _STEP - 1) // _STEP)
-    sums = np.empty((rows, len(ends) if zero.shape[0] else 0), np.float32)
-    counts = counts_of(2, threads)
-    weight = codes, form, scale, kind, zero, unit
-    parallel_for(_work, (counts, out, packed, sums, x, weight, bias, ends, order, (most, together)), threads)
+    sums = np.empty((rows, len(groups[0]) if zero.shape[0] else 0), np.float32)
+    given = out, packed, sums, x, weight, bias, groups
+    parallel_for(_work, (counts_of(2, threads), rows, panels, size, given), threads)
 
 
-_kernel = threaded(
-    _product, [phases, vectors, weight_panels, tile_kernel, panel_kernel, quantized_kernel, quantized_pairs]
-)
-_matrix, _vector, _places = numba.float32[:, ::1], numba.float32[::1], numba.int32[::1]
-_weight = (numba.uint8[:, :, ::1], numba.intp, numba.uint8[:, ::1], numba.intp, numba.int8[:, ::1], _vector)
-_given = (_matrix, numba.uint32[:, ::1], *_weight, _vector, _places, _places, *[numba.intp] * 3)
-TYPED = {"product": Typed(_kernel, _given)}
+_made_of = [panel_tasks, phases, vectors, weight_panels, tile_kernel, panel_kernel, quantized_kernel, quantized_pairs]
+_kernel = threaded(_product, _made_of)
+TYPED = {"product": typed(_kernel, numba.uint32)}
 
 
 def fits(ends: Array) -> bool:
@@ -209,7 +147,7 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
     """
     together = 1 if len(x) * x.shape[-1] * FLOAT // 2 <= KEPT else _TOGETHER
 
-    def tasks(rows: int, panels: int, threads: int) -> tuple[int, int]:
+    def size_of(rows: int, panels: int, threads: int) -> tuple[int, int]:
         return task_size(rows, _MOST, panels, together, threads)
 
-    return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, tasks)
+    return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, size_of)
