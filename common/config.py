@@ -55,7 +55,7 @@ def boolean(text: str) -> bool:
         return True
     if word in ("0", "false", "no", "off"):
         return False
-    raise ValueError("expected true or false")
+    raise ValueError("expected yes or no")
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -195,21 +195,44 @@ def _by_group(kind: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
 
 def _add(container: argparse._ActionsContainer, field: dataclasses.Field[Any], hint: Any, variable: str) -> None:
     about = field.metadata
-    shown = "hidden" if about["secret"] and field.default else field.default
-    if isinstance(shown, tuple):
-        shown = ",".join(map(str, shown))
+    shown = "hidden" if about["secret"] and field.default else _shown(field.default, about["parse"])
     usual = "required" if about["required"] else f"default: {'none' if shown in ('', None) else shown}"
     text = f"{about['help']} ({usual}; {variable})"
     settings: dict[str, Any] = {"type": _reader(hint, about), "help": text.replace("%", "%%"), "default": None}
     if about["choices"]:
         settings["choices"] = about["choices"]
     else:
-        settings["metavar"] = field.name.upper()
+        settings["metavar"] = _metavar(field, hint)
     if hint is bool:  # `--flag` alone means yes
         settings |= {"nargs": "?", "const": True}
     if typing.get_origin(hint) is tuple:  # a list may be given in one flag or in several
         settings["action"] = _Join
     container.add_argument(_flag(field.name), **settings)
+
+
+def _shown(default: Any, parse: Callable[[str], Any] | None) -> Any:
+    """A default, as it may be given."""
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if isinstance(default, float):
+        return str(default).removesuffix(".0")
+    if parse is size and default:
+        power = max(power for power in range(4) if default % (1 << 10 * power) == 0)
+        return f"{default >> 10 * power}{('', 'KiB', 'MiB', 'GiB')[power]}"
+    return default
+
+
+def _metavar(field: dataclasses.Field[Any], hint: Any) -> str:
+    """What stands for an option's value."""
+    if field.metadata["parse"] is size:
+        return "BYTES"
+    if field.name.endswith("_seconds"):
+        return "SECONDS"
+    if field.name.endswith("listen"):
+        return "HOST:PORT"
+    return {bool: "yes|no", int: "N", float: "NUMBER"}.get(hint, field.name.rpartition("_")[2].upper())
 
 
 class _Join(argparse.Action):

@@ -1,9 +1,11 @@
-"""Checks whether the services' packages are installed, without importing them."""
+"""Checks whether a program's packages are installed, without importing them, and says how to install them."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 MODULES: Final = {
@@ -33,12 +35,37 @@ MODULES: Final = {
 }
 """The packages of `twinlens[services]`, and the module of each that is looked for."""
 
+GATEWAY_MODULES: Final = {
+    "googleapis-common-protos": "google.rpc",
+    "httptools": "httptools",
+    "prometheus-client": "prometheus_client",
+    "pydantic": "pydantic",
+    "python-multipart": "python_multipart",
+    "starlette": "starlette",
+    "structlog": "structlog",
+    "uvicorn": "uvicorn",
+    "uvloop": "uvloop",
+}
+"""Likewise, of `twinlens[gateway]`."""
 
-def require(program: str) -> None:
-    """Ends the program with one line if packages of the services are missing."""
-    missing = [package for package, module in MODULES.items() if not _is_here(module)]
-    if missing:
-        sys.exit(f"{program}: not installed: {', '.join(missing)}. Install them with: pip install 'twinlens[services]'")
+_CHECKOUT: Final = Path(__file__).resolve().parents[1]
+
+
+def require(program: str, extra: str = "services", modules: Mapping[str, str] = MODULES) -> None:
+    """Ends the program with one line if packages of an extra are missing."""
+    if missing := [package for package, module in modules.items() if not _is_here(module)]:
+        own = Path(".venv/bin/python")
+        other = (
+            f", or run it with {own}" if own.exists() and not own.parent.samefile(Path(sys.executable).parent) else ""
+        )
+        sys.exit(f"{program}: not installed: {', '.join(missing)}. Install them with: {install(extra)}{other}")
+
+
+def install(extra: str, checkout: Path = _CHECKOUT) -> str:
+    """The command that installs an extra: from the checkout that this module lies in, if it does."""
+    if not (services := checkout / "wheels" / "services").is_dir():
+        return f"pip install 'twinlens[{extra}]'"
+    return f"pip install '{checkout}' '{services}{'' if extra == 'services' else f'[{extra}]'}'"
 
 
 def _is_here(module: str) -> bool:

@@ -16,6 +16,7 @@ from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hardware import default_dtype
 from common.media.encoder_digest import encoder_digest
 from common.process.malloc import freeze_objects
+from common.requirements import install
 from common.rows.wire import DType, RowLayout
 from common.rpc.server import GrpcServer
 from common.shm.arena import SharedBuffer
@@ -386,7 +387,7 @@ async def _kv_events(
     try:
         from llm_service.kv_events import KvEventPublisher
     except ImportError as error:
-        raise OSError("--kv-events needs the package pyzmq: pip install 'twinlens[kv-events]'") from error
+        raise OSError(f"--kv-events needs the package pyzmq: {install('kv-events')}") from error
     publisher = KvEventPublisher(
         config.kv_events,
         block_size=config.block_size,

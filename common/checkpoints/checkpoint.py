@@ -201,9 +201,22 @@ def _downloaded(model: str, revision: str | None, patterns: Sequence[str]) -> Pa
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
     except ValueError as error:
         raise CheckpointError(f"{model} is neither a folder nor a hub name") from error
-    except OSError as error:  # the hub's own errors are some, and have several lines
-        why = str(error).partition("\n")[0].strip()
-        raise CheckpointError(f"{model} is not a folder here, and cannot be fetched: {why}") from error
+    except OSError as error:  # the hub's own errors are some
+        raise CheckpointError(f"{model} is not a folder here, and cannot be fetched: {_why(error)}") from error
+
+
+def _why(error: OSError) -> str:
+    """Why the hub does not give a model, in one line; its own words begin with a status and a request's number."""
+    from huggingface_hub import errors
+
+    match error:
+        case errors.GatedRepoError():
+            return "its terms have to be accepted on the hub first, and HF_TOKEN must hold a token"
+        case errors.RepositoryNotFoundError():
+            return "the hub has no such model, or shows it only with a token, in HF_TOKEN"
+        case errors.RevisionNotFoundError():
+            return "the hub has no such --revision of it"
+    return str(error).partition("\n")[0].strip().removeprefix("Got: ")
 
 
 def _read_header(path: Path, file: BinaryIO) -> dict[str, TensorInfo]:

@@ -15,6 +15,7 @@ import msgspec
 
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.media.encoder_digest import EncoderParts
+from common.requirements import install
 
 HF_ENCODER: Final = EncoderParts(
     tensors=("",),
@@ -106,7 +107,7 @@ class HfModel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 def describe(checkpoint: Checkpoint) -> HfModel:
     """Asks transformers, which takes seconds. Raises CheckpointError, in one sentence, if it is missing, too old, does
     not know the model, or we cannot serve it."""
-    kind, wanted = checkpoint.config.get("model_type", "?"), "install it with pip install 'twinlens[transformers]'"
+    kind, wanted = checkpoint.config.get("model_type", "?"), f"install it with {install('transformers')}"
     if find_spec("transformers") is None:
         raise CheckpointError(f"{kind} needs transformers: {wanted}")
     if is_too_old(found := metadata.version("transformers")):

@@ -17,6 +17,7 @@ import numpy as np
 
 from common.nixl.messages import AgentAnswer, AgentMemory, CannotRegister, Connect, Disconnect, Read, Register, ToAgent
 from common.process.parent_link import ParentLink, die_with_parent, leave_signals_to_parent
+from common.requirements import install
 from common.shm.arena import SharedBuffer
 
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
@@ -131,7 +132,7 @@ def _library() -> Any:
             return importlib.import_module(f"{package}._api")
         except ImportError:
             continue
-    raise Unusable("the package nixl is not installed, or cannot be loaded")
+    raise Unusable(f"the package nixl is not installed, or cannot be loaded: {install('nixl')}")
 
 
 def _let_sleep(bindings: Any) -> None:

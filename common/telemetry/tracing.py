@@ -12,6 +12,7 @@ from typing import Any
 
 from common.aio.tasks import in_daemon_thread
 from common.config import boolean
+from common.requirements import install
 
 LAST_SECONDS = 2.0
 """What a process waits for its last spans to be taken."""
@@ -50,7 +51,7 @@ def start(service: str) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise OSError("tracing is configured, but twinlens[tracing] is not installed") from error
+        raise OSError(f"OTEL_ variables ask for traces, whose packages are missing: {install('tracing')}") from error
     name = os.environ.get("OTEL_SERVICE_NAME") or service
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

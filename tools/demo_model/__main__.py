@@ -1,6 +1,7 @@
 """Make `models/demo` again from scratch: train, export, evaluate. `make demo-model` runs this.
 
-An interrupted run resumes from its last checkpoint. Arguments go to the training, for example `--steps 9000`.
+An interrupted run resumes from its last checkpoint. Arguments go to the training, for example `--steps 9000`;
+`--help` shows them.
 """
 
 import subprocess
@@ -14,7 +15,7 @@ def main() -> None:
     for stage in STAGES:
         arguments = sys.argv[1:] if stage == "train" else []
         done = subprocess.run([sys.executable, "-m", f"tools.demo_model.{stage}", *arguments], check=False)
-        if done.returncode:
+        if done.returncode or {"-h", "--help"} & set(arguments):
             sys.exit(done.returncode)
 
 

@@ -6,6 +6,7 @@ services` asks the two running services instead of the reference, `--through bot
 
 import argparse
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from tools.demo_model.cases import DRAWERS, KINDS, Case, cases
 from tools.demo_model.places import TARGET
 from tools.demo_model.through import Both, Services, Through, Transformers
+from twinlens import TwinlensError
 
 WANTED = {
     "colour": 97, "shape": 97, "count": 93, "relation": 93, "read": 80, "video": 90, "differs": 90, "pictures": 90,
@@ -30,7 +32,8 @@ def measure(through: Through, kind: str, number: int, seed: int, renderer: str) 
     """How many of `number` answers are right, and the wrong ones."""
     asked = list(cases(kind, number, seed, renderer))
     with ThreadPoolExecutor(through.at_once) as pool:
-        given = list(tqdm(pool.map(through.answer, asked), total=number, desc=kind, leave=False, ascii=True))
+        answers = pool.map(through.answer, asked)
+        given = list(tqdm(answers, total=number, desc=kind, leave=False, ascii=True, disable=None))
     wrong = [(case, said) for case, said in zip(asked, given, strict=True) if plain(said) != plain(case.answer)]
     return number - len(wrong), wrong
 
@@ -55,17 +58,30 @@ def table(found: dict[str, dict[str, int]], number: int) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=TARGET)
-    parser.add_argument("--through", choices=("transformers", "services", "both"), default="transformers")
-    parser.add_argument("--address", default="127.0.0.1:7002", help="the LLM service's address")
-    parser.add_argument("--scenes", type=int, default=500, help="scenes for each kind of question")
-    parser.add_argument("--seed", type=int, default=20_000_003)
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_model.evaluate", description=__doc__)
+    parser.add_argument("--model", type=Path, default=TARGET, help="the checkpoint's folder (default: models/demo)")
+    ways = ("transformers", "services", "both")
+    parser.add_argument("--through", choices=ways, default=ways[0], help="who answers (default: %(default)s)")
+    address = "the LLM service's address (default: %(default)s)"
+    parser.add_argument("--address", default="127.0.0.1:7002", help=address)
+    scenes = "scenes for each kind of question (default: %(default)s)"
+    parser.add_argument("--scenes", type=int, default=500, help=scenes)
+    parser.add_argument("--seed", type=int, default=20_000_003, help="of the scenes (default: %(default)s)")
     parser.add_argument("--renderer", choices=tuple(DRAWERS), action="append", help="default: each in turn")
     parser.add_argument("--kind", choices=KINDS, action="append", help="default: all")
     parser.add_argument("--show", type=int, default=0, help="print this many wrong answers of each kind")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
+    if args.through != "services" and not (args.model / "config.json").exists():
+        parser.error(f"--model {args.model} is not the folder of a checkpoint")
+    try:
+        compare(args)
+    except TwinlensError as error:
+        sys.exit(f"the services at {args.address} do not answer, which `make up` starts: {error}")
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Ask, count and print. Raises TwinlensError if the services do not answer."""
     through, found = chosen(args), dict[str, dict[str, int]]()
     for renderer in args.renderer or tuple(DRAWERS):
         found[renderer] = {}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tools.demo_model.places import TARGET, cache
+from tools.demo_model.places import TARGET, cache, saved
 from tools.demo_model.shape import ModelShape, qwen_config
 from tools.demo_model.sizes import (
     FRAMES_PER_SECOND,
@@ -117,11 +117,11 @@ def write_checkpoint(weights: dict[str, Tensor], tokenizer: Path, target: Path) 
 
 def main() -> None:
     """Export the saved state."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_model.export", description=__doc__)
     parser.add_argument("--to", type=Path, default=TARGET, help="folder of the checkpoint (default: models/demo)")
     parser.add_argument("--cache", type=Path, default=cache(), help="folder of the training state")
     args = parser.parse_args()
-    state = torch.load(args.cache / "state.pt", map_location="cpu", weights_only=True)
+    state = saved(args.cache)
     write_checkpoint(state["average"], args.cache / "tokenizer.json", args.to)
     print(f"{args.to}: the state after step {state['step']}")
 

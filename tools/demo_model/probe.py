@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tools.demo_model.batches import Batch, Maker
 from tools.demo_model.net import Net, allowed
-from tools.demo_model.places import cache
+from tools.demo_model.places import cache, saved
 from tools.demo_model.shape import ModelShape
 
 FAR = 10_000_000
@@ -48,12 +48,12 @@ def shares(net: Net, maker: Maker, batches: int) -> dict[str, tuple[int, int]]:
 
 def main() -> None:
     """Measure the saved state."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, default=cache())
-    parser.add_argument("--batches", type=int, default=24)
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_model.probe", description=__doc__)
+    parser.add_argument("--cache", type=Path, default=cache(), help="folder of the training state")
+    parser.add_argument("--batches", type=int, default=24, help="of scenes (default: %(default)s)")
     parser.add_argument("--now", action="store_true", help="the weights of the last step instead of their average")
     args = parser.parse_args()
-    state = torch.load(args.cache / "state.pt", map_location="cpu", weights_only=True)
+    state = saved(args.cache)
     net = Net(ModelShape())
     net.load_state_dict(state["net" if args.now else "average"])
     found = shares(net, Maker(args.cache / "tokenizer.json", 77, 24), args.batches)

@@ -38,20 +38,22 @@ def work(rank: int, settings: Settings, meeting: str) -> None:
 
 def main() -> None:
     """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_model.train", description=__doc__)
     parser.add_argument("--cache", type=Path, default=cache(), help="folder of the training state")
-    parser.add_argument("--steps", type=int, default=14000)
-    parser.add_argument("--minutes", type=float, default=240.0, help="end after this time of training, over all starts")
-    parser.add_argument(
-        "--falling", type=float, default=0.35, help="share of the run in which the learning rate decays"
-    )
-    parser.add_argument("--looking", type=int, default=3700, help="first steps, which train the vision part alone")
+    parser.add_argument("--steps", type=int, default=14000, help="in all (default: %(default)s)")
+    minutes = "end after this time of training, over all starts (default: %(default)g)"
+    parser.add_argument("--minutes", type=float, default=240.0, help=minutes)
+    falling = "share of the run in which the learning rate decays (default: %(default)g)"
+    parser.add_argument("--falling", type=float, default=0.35, help=falling)
+    looking = "first steps, which train the vision part alone (default: %(default)s)"
+    parser.add_argument("--looking", type=int, default=3700, help=looking)
     parser.add_argument("--start", type=Path, help="start from this checkpoint's weights, if no state is saved")
-    parser.add_argument("--batch", type=int, default=48)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save-every", type=float, default=120.0, help="seconds between saves")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=48, help="pictures of a step (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of weights and scenes (default: %(default)s)")
+    parser.add_argument("--save-every", type=float, default=120.0, help="seconds between saves (default: %(default)g)")
+    parser.add_argument("--no-compile", action="store_true", help="do not compile the net with torch.compile")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cpu or cuda (default: cuda if there is a GPU)")
     parser.add_argument(
         "--ranks", type=int, help="processes that share a batch (default: one for each core, one on a GPU)"
     )

@@ -14,6 +14,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -52,12 +53,21 @@ class Plan:
 
 def device(text: str) -> Device:
     """Reads NAME=FILE or NAME=FILE:PRICE."""
-    name, _, rest = text.partition("=")
+    name, given, rest = text.partition("=")
+    if not given:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=FILE or NAME=FILE:PRICE")
     file, _, price = rest.partition(":")
     try:
         return Device(name, Costs.read(Path(file)), float(price or 1))
     except (OSError, ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text}: {error}; `measure` writes such a file") from None
+
+
+def _best(devices: list[Device], workload: Workload) -> str:
+    """What can be had at best."""
+    best = {kind.name: alone(kind, workload) for kind in devices}
+    told = (f"{first:.3f} s and {between:.4f} s on {name}" for name, (first, between) in best.items())
+    return f"a request alone has its first token, and each further one, after {', '.join(told)}"
 
 
 def phases(text: str) -> list[tuple[float, float]]:
@@ -79,10 +89,12 @@ def seen(cluster: Cluster, workload: Workload) -> tuple[float, float]:
 def smallest(devices: list[Device], workload: Workload, rate: float, first: float, between: float) -> list[Plan]:
     """The cheapest plan that meets the targets with services apart, and the one with both on each device.
 
-    Either is left out where 64 devices do not do.
+    Either is left out where 64 devices do not do, and both where even a request alone misses the targets.
     """
     found = []
     for kind in devices:
+        if not _meets(alone(kind, workload), first, between):
+            continue
         encoding, computing = kind.costs.load(workload, rate)
         for joined in (False, True):
             fewest = (
@@ -93,11 +105,23 @@ def smallest(devices: list[Device], workload: Workload, rate: float, first: floa
                     [(count, count)] if joined else [(n, count - n) for n in range(fewest[0], count - fewest[1] + 1)]
                 )
                 plans = [tried(kind, workload, rate, *part, joined=joined) for part in parts]
-                good = [plan for plan in plans if plan.first_token <= first and plan.between_tokens <= between]
+                good = [plan for plan in plans if _meets((plan.first_token, plan.between_tokens), first, between)]
                 if good:
                     found.append(min(good, key=lambda plan: plan.first_token))
                     break
     return sorted(found, key=lambda plan: plan.price)
+
+
+def alone(kind: Device, workload: Workload) -> tuple[float, float]:
+    """What slow requests see if each has the devices for itself: no number of devices answers sooner."""
+    cluster = Cluster.split(kind.costs, workload, 1, 1)
+    rate = 1e-6
+    cluster.play(arrivals(workload, [(100 / rate, rate)]))
+    return seen(cluster, workload)
+
+
+def _meets(seen: tuple[float, float], first: float, between: float) -> bool:
+    return seen[0] <= first and seen[1] <= between
 
 
 def tried(kind: Device, workload: Workload, rate: float, encoders: int, llms: int, *, joined: bool) -> Plan:
@@ -158,40 +182,70 @@ def picture(patches: int, pixels: int, draw: np.random.Generator) -> v1.Media:
     return image(out.getvalue(), min_pixels=side * side, max_pixels=side * side)
 
 
+def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    """A subcommand whose help shows defaults."""
+    shown = argparse.ArgumentDefaultsHelpFormatter
+    made: argparse.ArgumentParser = commands.add_parser(
+        name, help=what, description=f"{what[0].upper()}{what[1:]}.", formatter_class=shown
+    )
+    return made
+
+
 def main() -> None:
     """Reads the command line and does one of the three."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    measures = commands.add_parser("measure", help="measure a running pair without other load, and write its costs")
-    measures.add_argument("file", type=Path)
-    measures.add_argument("--llm", default="127.0.0.1:7002", metavar="ADDR")
-    measures.add_argument(
-        "--patch-pixels", type=int, default=16, help="pixels of a patch's side: 14 for Qwen2-VL and Qwen2.5-VL"
-    )
-    measures.add_argument("--small", type=int, default=64, help="patches of a small picture")
-    measures.add_argument("--large", type=int, default=784, help="patches of a large one")
-    asks, scales = (
-        commands.add_parser("ask", help="compute the number of services"),
-        commands.add_parser("scale", help="simulate the autoscalers"),
-    )
-    compares = commands.add_parser("targets", help="compare other targets of the autoscalers")
+    measures = _command(commands, "measure", "measure a running pair without other load, and write its costs")
+    measures.add_argument("file", type=Path, help="the file to write, in JSON")
+    measures.add_argument("--llm", default="127.0.0.1:7002", metavar="ADDR", help="its LLM service")
+    sides = "pixels of a patch's side: 14 for Qwen2-VL and Qwen2.5-VL"
+    measures.add_argument("--patch-pixels", type=int, default=16, metavar="N", help=sides)
+    measures.add_argument("--small", type=int, default=64, metavar="N", help="patches of a small picture")
+    measures.add_argument("--large", type=int, default=784, metavar="N", help="patches of a large one")
+    asks = _command(commands, "ask", "compute the cheapest numbers of services that meet the targets")
+    scales = _command(commands, "scale", "simulate the autoscalers")
+    compares = _command(commands, "targets", "simulate the autoscalers with one target after the other changed")
     for command in (asks, scales, compares):
-        command.add_argument("--device", type=device, action="append", required=True, metavar="NAME=FILE[:PRICE]")
-        command.add_argument("--patches", type=int, default=784, help="patches of a picture")
-        command.add_argument("--pictures", type=int, default=1, help="pictures in a request")
-        command.add_argument("--repeats", type=float, default=0.0, help="share of repeated pictures")
-        command.add_argument("--prompt-tokens", type=int, default=50, help="prompt tokens besides the pictures' rows")
-        command.add_argument("--answer-tokens", type=int, default=100)
-    asks.add_argument("--rate", type=float, required=True, help="requests a second")
-    asks.add_argument("--first-token", type=float, required=True, help="seconds, 95th percentile")
-    asks.add_argument("--between-tokens", type=float, required=True, help="seconds, 95th percentile")
+        kinds = "a kind of device: its name, the costs measured there, and its price, by default 1"
+        kinds += "; repeatable, to compare" if command is asks else ""
+        command.add_argument(
+            "--device",
+            type=device,
+            action="append",
+            required=True,
+            default=argparse.SUPPRESS,
+            metavar="NAME=FILE[:PRICE]",
+            help=kinds,
+        )
+        command.add_argument("--patches", type=int, default=784, metavar="N", help="patches of a picture")
+        command.add_argument("--pictures", type=int, default=1, metavar="N", help="pictures in a request")
+        command.add_argument("--repeats", type=float, default=0.0, metavar="SHARE", help="share of repeated pictures")
+        prompt = "prompt tokens besides the pictures' rows"
+        command.add_argument("--prompt-tokens", type=int, default=50, metavar="N", help=prompt)
+        command.add_argument("--answer-tokens", type=int, default=100, metavar="N", help="tokens of an answer")
+    asks.add_argument("--rate", type=float, required=True, default=argparse.SUPPRESS, help="requests a second")
+    for name, what in (("--first-token", "to the first token"), ("--between-tokens", "from each token to the next")):
+        asks.add_argument(
+            name,
+            type=float,
+            required=True,
+            default=argparse.SUPPRESS,
+            metavar="SECONDS",
+            help=f"target {what}, 95th percentile",
+        )
     for command in (scales, compares):
-        command.add_argument("--phases", type=phases, required=True, help="SECONDS:RATE,SECONDS:RATE")
-    scales.add_argument("--busy-workers", type=float, default=DEFAULTS.busy_workers)
-    scales.add_argument("--backlog-seconds", type=float, default=DEFAULTS.backlog_seconds)
-    scales.add_argument("--sequences", type=float, default=DEFAULTS.sequences)
+        load = "requests a second for so many seconds, one phase after the other"
+        command.add_argument(
+            "--phases", type=phases, required=True, default=argparse.SUPPRESS, metavar="SECONDS:RATE,…", help=load
+        )
+    for name, default, what in (
+        ("--busy-workers", DEFAULTS.busy_workers, "share of an encoder's workers that have a batch"),
+        ("--backlog-seconds", DEFAULTS.backlog_seconds, "work that may wait for an encoder"),
+        ("--sequences", DEFAULTS.sequences, "sequences that an LLM service computes"),
+    ):
+        scales.add_argument(name, type=float, default=default, metavar="X", help=f"target: {what}")
     given = parser.parse_args()
     if given.command == "measure":
         draw = np.random.default_rng()
@@ -200,14 +254,14 @@ def main() -> None:
                 pair = Pair(client)
                 costs = measure(pair, lambda n: picture(n, given.patch_pixels, draw), given.small, given.large)
         except TwinlensError as error:
-            sys.exit(f"plan: {error}")
+            sys.exit(f"plan: the pair at {given.llm} cannot be measured: {error}")
         costs.write(given.file)
         return
     workload = Workload(given.patches, given.pictures, given.repeats, given.prompt_tokens, given.answer_tokens)
     if given.command == "ask":
         plans = smallest(given.device, workload, given.rate, given.first_token, given.between_tokens)
         if not plans:
-            sys.exit("plan: 64 devices do not do")
+            sys.exit(f"plan: no plan of up to 64 devices meets the targets; {_best(given.device, workload)}")
         print(f"{'price':>8}  {'first token':>12}  {'between':>9}  what")
         for plan in plans:
             print(f"{plan.price:8.1f}  {plan.first_token:10.3f} s  {plan.between_tokens:7.4f} s  {plan.devices}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import errors
 from safetensors.torch import save_file
 
 from common.checkpoints.bitsandbytes import load_dense
@@ -102,6 +103,29 @@ def test_a_revision_is_one_of_the_hubs(folder: Path, hub: Callable[[Path], Path]
         Checkpoint.resolve("a/model", "v3")
     with pytest.raises(CheckpointError, match="--revision is for names on the hub"):
         Checkpoint.resolve(str(folder), "v2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (errors.RepositoryNotFoundError, "the hub has no such model, or shows it only with a token, in HF_TOKEN"),
+        (errors.GatedRepoError, "its terms have to be accepted on the hub first, and HF_TOKEN must hold a token"),
+        (errors.RevisionNotFoundError, "the hub has no such --revision of it"),
+        (errors.LocalEntryNotFoundError, "ConnectError: no route"),
+    ],
+)
+def test_a_refusal_of_the_hub_says_what_to_do_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, kind: type[OSError], told: str
+) -> None:
+    def download(*_: object, **__: object) -> str:
+        error = kind.__new__(kind)  # the hub's own constructors want a response
+        error.args = ("Got: ConnectError: no route\n\nSee the address.",)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoint.resolve("a/model")
+    assert str(refused.value) == f"a/model is not a folder here, and cannot be fetched: {told}"
 
 
 def test_an_encoder_fetches_no_shards_but_those_of_its_tower(

@@ -154,7 +154,10 @@ def test_help_shows_every_option_with_its_default_and_variable_but_no_secret(
     for field in fields(Options):
         assert "--" + field.name in shown
         assert f"TWINLENS_TEST_{field.name.upper()}" in shown
-    assert "default: demo" in shown
+    for told in ("--count N", "--rate NUMBER", "--room BYTES", "--fast [yes|no]", "--name NAME"):
+        assert told in shown
+    for default in ("demo", "3", "0.5", "1MiB", "no", "none"):
+        assert f"(default: {default}; " in shown
     assert "s3cret" not in shown
 
 

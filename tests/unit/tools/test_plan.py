@@ -164,6 +164,18 @@ def test_the_command_finds_the_smallest_that_meets_the_targets(tmp_path: Path) -
     assert "both services on each" in done.stdout
 
 
+def test_targets_that_a_request_alone_misses_are_refused_before_plans_are_tried(tmp_path: Path) -> None:
+    _with().write(tmp_path / "costs.json")
+    done = _run(
+        *("ask", "--device", f"cpu={tmp_path}/costs.json", "--rate", "1000", "--patches", "100"),
+        *("--prompt-tokens", "25", "--answer-tokens", "3", "--first-token", "1", "--between-tokens", "0.05"),
+    )
+    assert done.returncode == 1
+    best = f"after {FIRST:.3f} s and 0.0240 s on cpu"
+    assert done.stderr.startswith("plan: no plan of up to 64 devices meets the targets; a request alone")
+    assert done.stderr.endswith(f"{best}\n")
+
+
 def test_costs_are_measured_on_a_pair_and_can_be_read_again(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
     with pair(checkpoints("qwen3_vl")) as services:
         done = _run("measure", "--llm", services.llm.address, str(tmp_path / "costs.json"), "--large", "256")
