@@ -49,6 +49,8 @@ TEST_OPTIONS = ("-n", str(_PROCESSES), "--dist", "loadfile", "--timeout", "120",
 times at once. A signal does not end the wait for a kernel that hangs, a thread does."""
 BY_TORCH = {f"TWINLENS_{service}_KERNELS": "torch" for service in ("LLM", "ENCODER")}
 """What a CPU computes beside a GPU torch does, whose kernels are there."""
+_SPREAD = ("--dist", "worksteal")
+"""Those that start services take longer to start them than to compile: a file's are spread over the processes."""
 _HANG, _FIRST_HANG = ("--timeout", "50"), ("--timeout", "80")
 """Of tests that start no service: one that hangs takes less than a minute, or a little more of the first, which find
 nothing compiled. What is said last counts."""
@@ -84,6 +86,8 @@ _TESTS = (
     "test_short_convolution_on_gpu",
     "test_host_blocks_on_gpu",
 )
+_TOOLKIT = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+"""Where CUDA's tools are, though a path may not lead there."""
 _SHORT = ("w8a8", "fp8")
 """Forms of weights that are timed; the others are tried with the kernels."""
 assert set(_SHORT) <= FORMS.keys()
@@ -102,7 +106,7 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
     made = {
         1: [
             _tests("first", 130, *FIRST, alone=True, tiny=tiny),
-            Table("kernels", ("-m", "benchmarks.kernels_device", *small), 180, _environ(tiny=tiny)),
+            Table("kernels", ("-m", "benchmarks.kernels_device", *small), 220, _environ(tiny=tiny)),
             bench("ceilings", "device", 40),
             bench("decoder", "llm_device", 110),
             bench("engine", "engine_device", 80),
@@ -137,7 +141,7 @@ def parts(folder: Path, *, tiny: bool) -> dict[int, list[Table]]:
 def _sanitized(*, tiny: bool) -> Table:
     """A launch of each kernel over few numbers, with memory that torch keeps no pool of: within a pool nothing is out
     of bounds. Calls that a driver refuses, as libraries make some, are no errors of a kernel."""
-    sanitizer = shutil.which("compute-sanitizer")
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *_TOOLKIT]))
     program = (sys.executable, "-m", "benchmarks.kernels_device", "--once", "--tiny")
     whole = (sanitizer, "--error-exitcode", "9", "--report-api-errors", "no", *program) if sanitizer else program
     command = ("-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))", *whole)
@@ -155,8 +159,8 @@ def _tests(name: str, seconds: float, *paths: str, tiny: bool, services: bool = 
     errors with the pinned versions alone. A kernel that breaks a process's context, or hangs, takes that process along,
     and no other test; what failed is told at once (`tests/gpu/conftest.py`)."""
     options = TEST_OPTIONS[TEST_OPTIONS.index("--timeout") :] if alone else TEST_OPTIONS
-    hang = () if services else _FIRST_HANG if alone else _HANG
-    options = ("--collect-only",) if tiny else (*options, *hang)
+    more = _SPREAD if services else _FIRST_HANG if alone else _HANG
+    options = ("--collect-only",) if tiny else (*options, *more)
     return Table(
         name, ("-m", "pytest", "-q", "--tb", "short", "-m", "gpu", "-W", "default", *paths, *options), seconds, BY_TORCH
     )

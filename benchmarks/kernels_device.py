@@ -1,5 +1,5 @@
 """`python -m benchmarks.kernels_device`: every kernel once on this device, in Qwen3-VL-8B's shapes, compared with
-torch's result, and again in a graph's replay. It shows only their difference. It ends within three minutes, and
+torch's result, and again in a graph's replay. It shows only their difference. It ends within four minutes, and
 compiles the kernels for later benchmarks.
 
 A kernel that crashes, hangs or breaks the device ends its process, and a new one continues after it. The first error

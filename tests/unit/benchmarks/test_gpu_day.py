@@ -107,6 +107,23 @@ def test_a_test_that_failed_has_said_so_when_another_ends_the_run(tmp_path: Path
     assert "assert 'its' == 'words'" in made.stdout
 
 
+def test_tests_that_start_services_are_spread_over_processes(tmp_path: Path) -> None:
+    for section in gpu_day.parts(tmp_path, tiny=False)[3]:
+        words = list(section.command)
+        spread = words[len(words) - words[::-1].index("--dist")]
+        assert spread == ("worksteal" if section.name == "test_services" else "loadfile")
+
+
+def test_the_sanitizer_is_found_where_no_path_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(gpu_day, "_TOOLKIT", (str(tmp_path),))
+    found = {each.name: each for part in gpu_day.parts(tmp_path, tiny=False).values() for each in part}["sanitizer"]
+    assert str(tool) in found.command
+    assert not found.hindrance
+
+
 def test_what_a_call_took_to_begin_is_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk from which nothing was read yet may be slow."""
     given = list[float]()
@@ -140,7 +157,7 @@ def test_the_script_says_when_it_began(tmp_path: Path) -> None:
 def test_each_part_fits_into_its_time(tmp_path: Path) -> None:
     made = gpu_day.parts(tmp_path, tiny=False)
     assert {part: sum(each.seconds for each in sections) for part, sections in made.items()} == {
-        1: 600.0,
+        1: 640.0,
         2: 530.0,
         3: 430.0,
         4: 520.0,
