@@ -7,7 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import msgspec
@@ -323,6 +323,13 @@ class Simulation:
         self.outcomes[id].ended[choice] = self.outcomes[id].ended[choice] or "aborted"
         self.scheduler.abort(id, choice)
         self._end_held_back(id)
+
+    def end_session(self, number: int) -> None:
+        """Requests under way go on without it, in the next engine too."""
+        self.scheduler.end_session(number)
+        for outcome in self.outcomes.values():
+            if outcome.order.session == number:
+                outcome.order = replace(outcome.order, session=0)
 
     def expire(self, now: float) -> None:
         self.scheduler.expire(now)

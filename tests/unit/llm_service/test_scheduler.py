@@ -60,7 +60,7 @@ def orders(draw: st.DrawFn, context: int) -> Order:
     asked = order(ids, pictures, salt=draw(st.sampled_from(["", "", "x"])), priority=draw(st.integers(-1, 1)))
     deadline = draw(st.sampled_from([None, None, None, 5.0, 20.0]))
     adapter = draw(st.sampled_from([0, 0, 1, 2, 3]))
-    more = {"deadline": deadline, "adapter": adapter, "pooling": pooling}
+    more = {"deadline": deadline, "adapter": adapter, "pooling": pooling, "session": draw(st.integers(0, 2))}
     return replace(asked, sampling=SamplingParams(**sampling), **more)
 
 
@@ -71,6 +71,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         super().__init__()
         self.engine = simulation()
         self.now = 0.0
+        self.sessions: dict[tuple[str, int], int] = {}
+        self.ended_sessions = 0
 
     @initialize(
         blocks=st.integers(3, 16),
@@ -131,6 +133,11 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
         asked = data.draw(orders(self.engine.limits.max_context))
+        if asked.session:  # of one tenant, with a number that no other one had
+            numbered = self.sessions.setdefault(
+                (asked.salt, asked.session), len(self.sessions) + self.ended_sessions + 1
+            )
+            asked = replace(asked, session=numbered)
         self.engine.submit(asked, nowhere=data.draw(st.integers(0, len(asked.pictures))))
 
     @precondition(lambda self: self.open_requests())
@@ -179,6 +186,13 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.engine.expire(self.now)
         assert all(self.engine.outcomes[id].failed == "DEADLINE_EXCEEDED" for id in late)
 
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def end_session(self, data: st.DataObject) -> None:
+        number = self.sessions.pop(data.draw(st.sampled_from(sorted(self.sessions))))
+        self.ended_sessions += 1
+        self.engine.end_session(number)
+
     @rule()
     def the_engine_dies(self) -> None:
         self.engine.die()
@@ -204,6 +218,11 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         self.engine.scheduler.check_integrity()
+
+    @invariant()
+    def nothing_is_kept_for_sessions_that_are_over(self) -> None:
+        kept_for = self.engine.scheduler.blocks._retained._by_session
+        assert kept_for.keys() <= {*self.sessions.values()}
 
     def teardown(self) -> None:
         self.engine.drain()
