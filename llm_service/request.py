@@ -277,11 +277,6 @@ class Request:
     pooling: Pooling | None = None
     truncation: Truncation | None = None
 
-    @property
-    def prefix_space(self) -> str:
-        """Requests of different ones share no prefix: the salt, with the adapter that computes keys and values."""
-        return self.salt if self.adapter is None else f"{self.salt}\0{self.adapter.digest.hex()}"
-
 
 class MediaRun(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """Positions [begin, begin + count), usually of a prompt, hold rows [first_row, first_row + count) of an item. For a

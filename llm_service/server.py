@@ -38,8 +38,8 @@ from llm_service.engine_client.mirrors import Mirrors
 from llm_service.engine_client.processes import MODULE
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
+from llm_service.generation.cached_spans import CachedSpans
 from llm_service.generation.generator import Generator
-from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import StructureLimits, Vocabulary
@@ -280,13 +280,12 @@ def _components(
     )
     enabled = bool(config.lora_dir)
     adapters = Adapters(engine, model.names, config.max_loaded_loras, enabled=enabled, of_media=model.own_adapters)
-    prefixes = Prefixes(lambda: engine.reusable_block_size)
     generator = Generator(
         prompts=prompts,
         compiler=compiler,
         receiver=receiver,
         engine=engine,
-        prefixes=prefixes,
+        cached_spans=CachedSpans(engine.block_size),
         admission=admission,
         sessions=sessions,
         meters=meters,

@@ -36,12 +36,12 @@ from llm_service.engine_client.client import EngineClient
 from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
+from llm_service.generation.cached_spans import CachedSpans
 from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
 from llm_service.generation.constraints import Constraints
 from llm_service.generation.events import Begun, Computed, Embedded, Ended, Event, PromptLogprobsDelta
 from llm_service.generation.job import Job, aborted
 from llm_service.generation.media_rows import MediaRows
-from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.request_stages import Stages
 from llm_service.generation.sessions import Sessions
 from llm_service.grammar.compiler import Compiler
@@ -77,7 +77,7 @@ class Generator:
         compiler: Compiler,
         receiver: RowReceiver,
         engine: EngineClient,
-        prefixes: Prefixes,
+        cached_spans: CachedSpans,
         admission: Admission,
         sessions: Sessions,
         meters: Meters,
@@ -87,7 +87,7 @@ class Generator:
         self._prompts = prompts
         self._receiver = receiver
         self._engine = engine
-        self._prefixes = prefixes
+        self._cached_spans = cached_spans
         self._constraints = Constraints(prompts, compiler)
         self._meters = meters
         self._adapters = adapters
@@ -198,7 +198,7 @@ class Generator:
             job.admission.measure(len(layout.ids))
             identities = await self._identities(request, layout)
             here = await self._bring_blocks(request, pieces, fetches, layout, identities)
-            covered = self._covered(request, layout, here)
+            covered = self._covered(request, layout, identities, here)
             if self.prefills is not None:
                 stages.mark("prefill_elsewhere")
             items = await media.take(layout, covered, job.admission.wait_for_media)
@@ -213,7 +213,7 @@ class Generator:
             engine_request = job.engine_request = media.submit(self._engine, add, job.rows_came, request.max_handovers)
             try:
                 begin = Begun(layout, 0, thinking, identities)
-                following = self._follow(request, begin, choices, media, engine_request, stages)
+                following = self._follow(begin, choices, media, engine_request, stages)
                 async with aclosing(following) as events:
                     async for event in events:
                         yield event
@@ -264,13 +264,13 @@ class Generator:
         keys = [header.key for header in headers_of(fetches)]
         return await self.prefills.bring(request, pieces, keys, _reusable(identities, layout, size))
 
-    def _covered(self, request: Request, layout: PromptLayout, here: int) -> set[int]:
+    def _covered(self, request: Request, layout: PromptLayout, identities: Sequence[bytes], here: int) -> set[int]:
         """The items whose spans are probably in the prefix cache, given that the blocks of the first `here` tokens
         are."""
         if _is_computed_whole(request):
             return set()
         spans = {span.item for span in layout.spans if span.end <= here}
-        return self._prefixes.covered(layout, request.prefix_space) | spans
+        return self._cached_spans.find(layout, _reusable(identities, layout, self._engine.block_size)) | spans
 
     async def _identities(self, request: Request, layout: PromptLayout) -> Sequence[bytes]:
         """The identities of a prompt's full blocks, if an engine may find some of them."""
@@ -340,7 +340,6 @@ class Generator:
 
     async def _follow(
         self,
-        request: Request,
         begin: Begun,
         choices: dict[int, Choice],
         media: MediaRows,
@@ -365,7 +364,7 @@ class Generator:
                         yield PromptLogprobsDelta(event.first, layout.ids[event.first : end], event.logprobs)
                     case Pooled():
                         stages.mark("embed")
-                        self._prefixes.remember(layout, request.prefix_space)
+                        self._cached_spans.remember(layout, begin.identities)
                         yield Embedded(event.values, _since_arrival(stages, media))
                         return
                     case Complete() if choice := choices.get(event.choice):
@@ -373,7 +372,7 @@ class Generator:
                         if rest.text or rest.turns:
                             yield rest
                     case list() as tokens if choice := choices.get(tokens[0].choice):
-                        self._note_first_token(choice, request, layout, stages)
+                        self._note_first_token(choice, begin, stages)
                         delta, ended = choice.add(tokens)
                         yield delta
                         if ended and not tokens[-1].ended:
@@ -389,11 +388,11 @@ class Generator:
         for index, ended in ends.items():
             yield _ended(choices[index], ended, stages, media)
 
-    def _note_first_token(self, choice: Choice, request: Request, layout: PromptLayout, stages: Stages) -> None:
+    def _note_first_token(self, choice: Choice, begin: Begun, stages: Stages) -> None:
         """New tokens of a choice are here; if they are its first, its prompt has been computed."""
         if choice.tokens == len(choice.resumed):
             stages.mark("first_token")
-            self._prefixes.remember(layout, request.prefix_space)
+            self._cached_spans.remember(begin.layout, begin.identities)
 
 
 def _is_computed_whole(request: Request) -> bool:

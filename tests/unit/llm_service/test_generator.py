@@ -45,10 +45,10 @@ from llm_service.engine_client.client import EngineClient
 from llm_service.generation import generator as generator_module
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
+from llm_service.generation.cached_spans import CachedSpans
 from llm_service.generation.choices import together
 from llm_service.generation.events import Begun, Delta
 from llm_service.generation.generator import Generator
-from llm_service.generation.prefixes import Prefixes
 from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.meters import Meters
@@ -122,7 +122,7 @@ def generator(
         cast(Compiler, None),
         b.receiver,
         engine,
-        Prefixes(lambda: 16),
+        CachedSpans(16),
         Admission(max_requests=8, max_waiting=8, max_waiting_media=8, max_waiting_tokens=1000),
         Sessions(SessionLimits(8, 8, 60.0, 1 << 20)),
         meters or Meters(Metrics("test")),
