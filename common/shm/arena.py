@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,6 +204,10 @@ class RangeAllocator:
     def end(self, start: int) -> int:
         """Where an allocated range ends, alignment included."""
         return start + self._owned[start]
+
+    def ends(self, starts: Iterable[int]) -> list[int]:
+        """The same of many."""
+        return [start + self._owned[start] for start in starts]
 
     def allocate(self, size: int) -> Range | None:
         """A range of at least `size` bytes, or None if no gap is large enough. `size` must be above 0."""

@@ -1,5 +1,5 @@
-"""An arena whose ranges have owners, some of which make way where there is no gap for a new range. Which may go, and
-which go last, is the arena's policy."""
+"""An arena whose ranges have owners, some of which make way where there is no gap for a new range. Who is in use is
+told to the arena; which go last is its policy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ Owner = TypeVar("Owner")
 
 
 class EvictingRanges(RangeAllocator, Generic[Owner]):
-    """An allocator that knows the owners of ranges, and when each was last used. A range without an owner is never
-    evicted.
+    """An allocator that knows the owners of ranges, and which of these are idle: neither others nor ranges without an
+    owner are evicted.
 
-    The policy: `may_go` says whether an owner's range may be given to others now, and `is_retained` whether it goes
-    after all that are not. `evict` has an owner give its range back by `free`, at once.
+    `is_retained` says whether an idle range goes after all that are not. `evict` has an owner give its range back by
+    `free`, at once.
 
-    >>> ranges = EvictingRanges(256, may_go=lambda _: True, evict=lambda owner: ranges.free(spans[owner]))
+    >>> ranges = EvictingRanges(256, evict=lambda owner: ranges.free(spans[owner]))
     >>> spans = {name: ranges.make_room(64) for name in "abcd"}
     >>> for name, span in spans.items():
     ...     ranges.own(span, name)
-    >>> ranges.use(spans["a"])
-    >>> ranges.make_room(100), list(ranges.owners)
+    >>> for name in "bcda":
+    ...     ranges.let_go(spans[name])
+    >>> ranges.make_room(100), list(ranges.idle)
     (Range(offset=64, size=100), ['d', 'a'])
     """
 
@@ -34,36 +35,47 @@ class EvictingRanges(RangeAllocator, Generic[Owner]):
         self,
         capacity: int,
         *,
-        may_go: Callable[[Owner], bool],
         evict: Callable[[Owner], object],
         is_retained: Callable[[Owner], bool] = lambda _: False,
     ) -> None:
         super().__init__(capacity)
-        self._may_go = may_go
         self._evict = evict
         self._is_retained = is_retained
-        self._owners: OrderedDict[int, Owner] = OrderedDict()  # by offset, the least recently used first
-        self._last_uses: dict[int, int] = {}  # by offset, as numbers that grow with each use
+        self._owners: dict[int, Owner] = {}  # by offset
+        self._last_uses: OrderedDict[int, int] = OrderedDict()  # of idle ones by offset, as numbers that grow
         self._uses = itertools.count()
 
     @property
     def owners(self) -> Iterator[Owner]:
-        """All owners, the least recently used first."""
+        """All owners."""
         return iter(self._owners.values())
+
+    @property
+    def idle(self) -> Iterator[Owner]:
+        """The owners of idle ranges, the least recently used first."""
+        return (self._owners[start] for start in self._last_uses)
+
+    @property
+    def idle_count(self) -> int:
+        """How many ranges are idle."""
+        return len(self._last_uses)
 
     def owner(self, start: int) -> Owner | None:
         """Who has the range that begins at `start`; None if it has no owner, or is free."""
         return self._owners.get(start)
 
     def own(self, span: Range, owner: Owner) -> None:
-        """Gives a range that was allocated an owner. It is now the most recently used."""
+        """Gives a range that was allocated an owner, who uses it."""
         self._owners[span.offset] = owner
-        self.use(span)
 
     def use(self, span: Range) -> None:
-        """A range that has an owner becomes the most recently used."""
-        self._owners.move_to_end(span.offset)
+        """A range that has an owner is in use."""
+        self._last_uses.pop(span.offset, None)
+
+    def let_go(self, span: Range) -> None:
+        """A range that has an owner is idle from now on, and the most recently used."""
         self._last_uses[span.offset] = next(self._uses)
+        self._last_uses.move_to_end(span.offset)
 
     def disown(self, span: Range) -> None:
         """A range has no owner any more. It stays allocated."""
@@ -80,7 +92,7 @@ class EvictingRanges(RangeAllocator, Generic[Owner]):
         and evicts nobody, if that cannot be enough."""
         if (span := self.allocate(size)) is not None:
             return span
-        held = (start for start in self.starts if self.last_use(start) is None)
+        held = (start for start in self.starts if start not in self._last_uses)
         going = eviction.window(self, size, self._oldest(), self.last_use, held)
         for start in going:
             self._evict(self._owners[start])
@@ -92,24 +104,21 @@ class EvictingRanges(RangeAllocator, Generic[Owner]):
 
     def last_use(self, start: int) -> eviction.LastUse | None:
         """When the range that begins at `start` was last used; None if it may not go."""
-        owner = self._owners.get(start)
-        if owner is None or not self._may_go(owner):
-            return None
-        return int(self._is_retained(owner)), self._last_uses[start]
+        used = self._last_uses.get(start)
+        return None if used is None else (int(self._is_retained(self._owners[start])), used)
 
     def _oldest(self) -> Iterator[int]:
-        """Where ranges that may go begin: the least recently used first, and at last those that are retained."""
+        """Where idle ranges begin: the least recently used first, and at last those that are retained."""
         retained = []
-        for start, owner in self._owners.items():
-            if self._may_go(owner):
-                if self._is_retained(owner):
-                    retained.append(start)
-                else:
-                    yield start
+        for start in self._last_uses:
+            if self._is_retained(self._owners[start]):
+                retained.append(start)
+            else:
+                yield start
         yield from retained
 
     def check_integrity(self) -> None:
         """As in `RangeAllocator`, and if a free range has an owner."""
         super().check_integrity()
         assert self._owners.keys() <= {*self.starts}, "a free range has an owner"
-        assert self._owners.keys() == self._last_uses.keys(), "an owner was never used"
+        assert self._last_uses.keys() <= self._owners.keys(), "what is idle has no owner"

@@ -89,7 +89,7 @@ class _Roomy:
 
     def __init__(self, ranges: RangeAllocator, size: int, held: Iterable[int]) -> None:
         in_order = sorted(held)
-        begins, ends = [0, *map(ranges.end, in_order)], [*in_order, ranges.capacity]
+        begins, ends = [0, *ranges.ends(in_order)], [*in_order, ranges.capacity]
         found = [(begin, end) for begin, end in zip(begins, ends, strict=True) if end - begin >= size]
         self.begins = [begin for begin, _ in found]
         self._ends = [end for _, end in found]

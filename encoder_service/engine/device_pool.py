@@ -52,9 +52,7 @@ class DevicePool:
         self.device = made.device
         self.lost = False
         self._row_bytes = row_bytes
-        self._ranges: EvictingRanges[Slice] = EvictingRanges(
-            made.size, may_go=lambda slice_: not slice_.pins, evict=self.free
-        )
+        self._ranges: EvictingRanges[Slice] = EvictingRanges(made.size, evict=self.free)
 
     @property
     def used(self) -> int:
@@ -79,7 +77,7 @@ class DevicePool:
         return made
 
     def pin(self, slice_: Slice) -> None:
-        """Pins a slice until `unpin`; it becomes the most recently used."""
+        """Pins a slice until `unpin`."""
         assert slice_.kept, "this slice is free"
         slice_.pins += 1
         self._ranges.use(slice_.span)
@@ -88,7 +86,11 @@ class DevicePool:
         """Takes a pin off; the last one frees a slice that is not kept."""
         assert slice_.pins > 0, "this slice is not pinned"
         slice_.pins -= 1
-        if not slice_.pins and not slice_.kept:
+        if slice_.pins:
+            return
+        if slice_.kept:
+            self._ranges.let_go(slice_.span)
+        else:
             self.free(slice_)
 
     def lose(self) -> None:

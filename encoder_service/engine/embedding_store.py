@@ -100,9 +100,7 @@ class EmbeddingStore:
         self._row_bytes = row_bytes
         self._part = part
         self._registered = registered
-        self._ranges: EvictingRanges[Entry] = EvictingRanges(
-            buffer.size, may_go=lambda entry: not entry.pins, evict=self._drop
-        )
+        self._ranges: EvictingRanges[Entry] = EvictingRanges(buffer.size, evict=self._drop)
         self._entries: dict[bytes, Entry] = {}
         self._unkept: set[Allocation] = set()  # allocations without an entry
         self._waiters: deque[_Waiter] = deque()
@@ -131,14 +129,6 @@ class EmbeddingStore:
         """The entry of a key, if it was made under this salt. Asking changes nothing."""
         return self._entries[key] if self.has(key, salt) else None
 
-    def use(self, key: bytes, salt: str) -> Entry | None:
-        """As `find`; the entry becomes the most recently used."""
-        if not self.has(key, salt):
-            return None
-        entry = self._entries[key]
-        self._ranges.use(entry.span)
-        return entry
-
     @contextmanager
     def pinned(self, allocation: Allocation) -> Iterator[memoryview]:
         """An allocation's bytes, pinned for the duration of the context."""
@@ -152,6 +142,8 @@ class EmbeddingStore:
         """Pins an allocation until `unpin`. It must be pinned already, or belong to an entry."""
         assert allocation.pins or allocation.kept, "this allocation is free"
         allocation.pins += 1
+        if allocation.kept:
+            self._ranges.use(allocation.span)
 
     def unpin(self, allocation: Allocation) -> None:
         """Takes one pin off; the last one frees an allocation that no entry has."""
@@ -159,7 +151,9 @@ class EmbeddingStore:
         allocation.pins -= 1
         if allocation.pins:
             return
-        if not allocation.kept:
+        if allocation.kept:
+            self._ranges.let_go(allocation.span)
+        else:
             self._unkept.remove(allocation)
             self._free(allocation)
         self._serve_soon()

@@ -205,7 +205,7 @@ class EncoderEngine:
     def _look_up(self, ticket: Ticket, item: Item, key: bytes) -> None:
         """Finds a key's entry, pinned for the ticket, or its flight; raises NotFound for a key without content that has
         neither."""
-        entry = self._store.use(key, item.salt)
+        entry = self._store.find(key, item.salt)
         if entry is not None and entry.header.modality is item.modality:
             self.counts["hits"] += ticket.rows
             self._store.pin(entry.allocation)

@@ -91,12 +91,10 @@ class EncoderCache:
         self.counters = CacheCounters()
         self._ranges: EvictingRanges[CacheEntry] = EvictingRanges(
             capacity,
-            may_go=lambda entry: entry in self._idle,
             evict=self._drop,
             is_retained=lambda entry: retained(entry.header.rows_key),
         )
         self._entries: dict[bytes, CacheEntry] = {}
-        self._idle: set[CacheEntry] = set()  # complete ones that no request uses
         self._on_place = on_place
         self._leaving: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -137,7 +135,7 @@ class EncoderCache:
         async with self._turn:  # first come, first served: a large request is not overtaken for ever
             self._overtakings = 0
             while (entries := self._try_acquire(headers)) is None:
-                if not any(entry.refs for entry in self._entries.values()) and self.flush():
+                if self._ranges.idle_count == len(self._entries) and self.flush():
                     continue  # only cached entries that fragment the arena are in the way
                 self._lacking = min(self._size(each) for each in headers if not self.knows(each.rows_key))
                 self._freed.clear()
@@ -169,7 +167,7 @@ class EncoderCache:
         for header in headers:
             entry = self._entries.get(header.rows_key)
             if entry is not None:
-                self._idle.discard(entry)
+                self._ranges.use(entry.place)
             elif place := self._ranges.make_room(self._size(header)):
                 entry = self._entries[header.rows_key] = CacheEntry(header, place)
                 self._ranges.own(place, entry)
@@ -193,8 +191,7 @@ class EncoderCache:
         if entry.refs:
             return
         if entry.complete and entry.error is None:
-            self._idle.add(entry)
-            self._ranges.use(entry.place)
+            self._ranges.let_go(entry.place)
             if not self._may_be_enough(entry):
                 return
         else:
@@ -204,9 +201,9 @@ class EncoderCache:
         self._freed.set()
 
     def _may_be_enough(self, entry: CacheEntry) -> bool:
-        """Whether to search for room now that an entry is idle. A search takes milliseconds of the event loop, or tens
-        with ten thousand entries; an entry with too little room around it changes nothing."""
-        if not self._turn.locked() or len(self._idle) == len(self._entries):
+        """Whether to search for room now that an entry is idle. A search takes a millisecond of the event loop, or
+        ten with tens of thousands of entries; an entry with too little room around it changes nothing."""
+        if not self._turn.locked() or self._ranges.idle_count == len(self._entries):
             return True
         return self._ranges.fits_around(entry.place, self._lacking)
 
@@ -217,7 +214,6 @@ class EncoderCache:
             self._freed.set()  # waiters may have counted on it
 
     def _drop(self, entry: CacheEntry) -> None:
-        self._idle.discard(entry)
         self.forget(entry)
         if entry.filler is None or entry.filler.done() or entry.complete:
             self._ranges.free(entry.place)
@@ -267,7 +263,7 @@ class EncoderCache:
         """Drops all cached entries that no request uses; the bytes freed."""
         before = self.used_bytes
         # In any other order each would move those behind it in lists.
-        for entry in sorted(self._idle, key=lambda entry: entry.place.offset, reverse=True):
+        for entry in sorted(self._ranges.idle, key=lambda entry: entry.place.offset, reverse=True):
             self._drop(entry)
         self._freed.set()
         return before - self.used_bytes
@@ -275,8 +271,9 @@ class EncoderCache:
     def check_integrity(self) -> None:
         """Raises AssertionError if the index and the arena disagree."""
         self._ranges.check_integrity()
-        assert all(each.complete and not each.refs and each.error is None for each in self._idle), "cache is in use"
-        assert self._idle <= {*self._entries.values()}, "nobody finds what is kept"
+        idle = {*self._ranges.idle}
+        assert all(each.complete and not each.refs and each.error is None for each in idle), "cache is in use"
+        assert idle <= {*self._entries.values()}, "nobody finds what is kept"
         used = sum(self._size(entry.header) for entry in self._entries.values())
         assert used <= self.used_bytes, "an entry has no place"
         owners = {*self._ranges.owners}
@@ -286,7 +283,7 @@ class EncoderCache:
     def check_idle(self) -> None:
         """The same, and if something is still held."""
         self.check_integrity()
-        kept, used = len(self._idle), sum(self._size(entry.header) for entry in self._entries.values())
+        kept, used = self._ranges.idle_count, sum(self._size(entry.header) for entry in self._entries.values())
         assert kept == len(self._entries), "an entry is still referred to"
         assert used == self.used_bytes, "the place of an entry that failed was never given back"
         assert len(self._ranges.starts) == kept, "a place is kept for nobody"

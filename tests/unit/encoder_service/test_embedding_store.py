@@ -42,7 +42,9 @@ async def put(store: EmbeddingStore, key: bytes, tokens: int, salt: str = "") ->
 async def test_the_least_recently_used_goes_first(store):
     for key in (b"a", b"b", b"c"):
         await put(store, key, 5)
-    store.use(b"a", "")
+    entry = store.find(b"a", "")
+    with store.pinned(entry.allocation):
+        pass
     await put(store, b"d", 5)
     assert [key for key in (b"a", b"b", b"c", b"d") if store.has(key, "")] == [b"a", b"c", b"d"]
 
@@ -50,16 +52,16 @@ async def test_the_least_recently_used_goes_first(store):
 async def test_asking_whether_a_key_is_here_does_not_use_it(store):
     for key in (b"a", b"b", b"c"):
         await put(store, key, 5)
-    assert store.has(b"a", "")
+    assert store.find(b"a", "")
     await put(store, b"d", 5)
     assert not store.has(b"a", "")
 
 
 async def test_an_entry_is_its_tenants_alone(store):
     await put(store, b"a", 1, salt="mine")
-    assert store.use(b"a", "mine") is not None
-    assert store.use(b"a", "theirs") is None
-    assert store.use(b"a", "") is None
+    assert store.find(b"a", "mine") is not None
+    assert store.find(b"a", "theirs") is None
+    assert store.find(b"a", "") is None
 
 
 async def test_rows_that_never_fit_are_refused(store):
@@ -77,7 +79,7 @@ async def test_what_is_pinned_stays_and_others_wait_for_it(store):
         await asyncio.sleep(0)
         assert not waiting.done()
         assert not small.done(), "first come, first served"
-        assert store.use(b"a", "") is entry
+        assert store.find(b"a", "") is entry
         assert bytes(data[:4]) == b"rows"
     store.abandon(await waiting)
     store.abandon(await small)
@@ -90,7 +92,7 @@ async def test_nothing_is_evicted_where_that_would_not_be_enough(store):
     with store.pinned(pinned.allocation):
         waiting = asyncio.create_task(store.allocate(8))
         await asyncio.sleep(0)
-        assert store.use(b"b", "") is other
+        assert store.find(b"b", "") is other
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
     assert store.has(b"a", "")
@@ -140,7 +142,7 @@ class Readers:
 
     async def step(self, number: int) -> None:
         """Numbers far from each other, so that what is read is spread over the store."""
-        if entry := self.store.use(b"%d" % (number * 7 % 16), ""):
+        if entry := self.store.find(b"%d" % (number * 7 % 16), ""):
             self.store.pin(entry.allocation)
             self.reading.append((entry, bytes(self.store.buffer.slice(entry.span))))
         if len(self.reading) > self._steps or (self.reading and entry is None):
@@ -215,7 +217,7 @@ async def test_what_is_reserved_is_read_to_its_end_and_found_by_nobody(store):
     assert [store.has(key, "") for key in (b"a", b"b", b"c", b"d")] == [False, False, True, False], "the fewest readers"
     again = asyncio.create_task(put(store, b"a", 4))
     await turns()
-    assert store.use(b"a", "") is again.result(), "it is computed again meanwhile"
+    assert store.find(b"a", "") is again.result(), "it is computed again meanwhile"
     assert again.result().span.offset == entries[3].span.offset
     assert not waiting.done()
     store.unpin(entries[0].allocation)
@@ -277,7 +279,7 @@ async def test_many_of_all_sizes_over_a_small_store_all_get_their_turn(store):
     async def serve(number: int) -> None:
         nonlocal served
         name, tokens = draw.randrange(40), draw.choice([1, 1, 1, 2, 3, 8, 14])
-        entry = store.use(b"%d %d" % (name, tokens), "")
+        entry = store.find(b"%d %d" % (name, tokens), "")
         if entry is not None:
             store.pin(entry.allocation)
             allocation = entry.allocation
@@ -446,7 +448,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=reading, number=st.integers(1, 30))
     def read(self, number):
-        entry = self.store.use(number.to_bytes(32, "big"), "")
+        entry = self.store.find(number.to_bytes(32, "big"), "")
         if entry is None:
             return multiple()
         self.store.pin(entry.allocation)

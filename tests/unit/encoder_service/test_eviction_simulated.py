@@ -34,7 +34,10 @@ class Store:
         self.store = EmbeddingStore(self.buffer, MIB)
 
     def use(self, number: int) -> bool:
-        return self.store.use(number.to_bytes(32, "big"), "") is not None
+        if (entry := self.store.find(number.to_bytes(32, "big"), "")) is None:
+            return False
+        with self.store.pinned(entry.allocation):
+            return True
 
     def put(self, number: int, size: int) -> None:
         try:
