@@ -461,7 +461,8 @@ def test_reasons_on_the_page_are_those_that_the_gateway_gives() -> None:
 
 
 def test_metrics_on_the_page_are_those_that_are_there(door: Scripted) -> None:
-    table = PAGE.partition("| `twinlens_gateway_…` | |")[2].partition("\n\n")[0]
+    page = (ROOT / "docs/operations/gateway.md").read_text()
+    table = page.partition("| `twinlens_gateway_…` | |")[2].partition("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = {name.removesuffix("_total") for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     text = door.get("/metrics").body.decode()
