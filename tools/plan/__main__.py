@@ -226,26 +226,20 @@ def main() -> None:
         command.add_argument("--prompt-tokens", type=int, default=50, metavar="N", help=prompt)
         command.add_argument("--answer-tokens", type=int, default=100, metavar="N", help="tokens of an answer")
     asks.add_argument("--rate", type=float, required=True, default=argparse.SUPPRESS, help="requests a second")
-    for name, what in (("--first-token", "to the first token"), ("--between-tokens", "from each token to the next")):
-        asks.add_argument(
-            name,
-            type=float,
-            required=True,
-            default=argparse.SUPPRESS,
-            metavar="SECONDS",
-            help=f"target {what}, 95th percentile",
-        )
+    required: dict[str, Any] = {"type": float, "required": True, "default": argparse.SUPPRESS, "metavar": "SECONDS"}
+    asks.add_argument("--first-token", help="target to the first token, 95th percentile", **required)
+    asks.add_argument("--between-tokens", help="target from each token to the next, 95th percentile", **required)
     for command in (scales, compares):
         load = "requests a second for so many seconds, one phase after the other"
         command.add_argument(
             "--phases", type=phases, required=True, default=argparse.SUPPRESS, metavar="SECONDS:RATE,…", help=load
         )
-    for name, default, what in (
-        ("--busy-workers", DEFAULTS.busy_workers, "share of an encoder's workers that have a batch"),
-        ("--backlog-seconds", DEFAULTS.backlog_seconds, "work that may wait for an encoder"),
-        ("--sequences", DEFAULTS.sequences, "sequences that an LLM service computes"),
-    ):
-        scales.add_argument(name, type=float, default=default, metavar="X", help=f"target: {what}")
+    target: dict[str, Any] = {"type": float, "metavar": "X"}
+    busy, work = "share of an encoder's workers that have a batch", "seconds of work that may wait for an encoder"
+    scales.add_argument("--busy-workers", default=DEFAULTS.busy_workers, help=f"target: {busy}", **target)
+    scales.add_argument("--backlog-seconds", default=DEFAULTS.backlog_seconds, help=f"target: {work}", **target)
+    held = "sequences that an LLM service computes"
+    scales.add_argument("--sequences", default=DEFAULTS.sequences, help=f"target: {held}", **target)
     given = parser.parse_args()
     if given.command == "measure":
         draw = np.random.default_rng()
