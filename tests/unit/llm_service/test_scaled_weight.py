@@ -23,6 +23,7 @@ from tests.random_weights import random_weight
 
 BLOCKS = {"columns": 128, "rows": 128, "scale": torch.float32}
 LIBRARY = functional.scaled_mm
+LIBRARY_TRIAL, KERNEL_TRIAL = scaled_weight._is_right.__wrapped__, scaled_weight._are_right.__wrapped__
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -43,11 +44,19 @@ def stand_in(a: Tensor, b: Tensor, scale_a: Tensor, how_a: Any, scale_b: Tensor,
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are taken to have passed their trial, which interprets products of 4096 inputs."""
     torch.manual_seed(5)
-    scaled_weight._is_right.cache_clear()
-    scaled_weight._are_right.cache_clear()
     monkeypatch.setattr(functional, "scaled_mm", stand_in)
     monkeypatch.setattr(scaled_weight, "_computes", lambda _: True)
+    monkeypatch.setattr(scaled_weight, "_is_right", lambda *_: True)
+    monkeypatch.setattr(scaled_weight, "_are_right", lambda *_: True)
+
+
+@pytest.fixture
+def tried(_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a trial of its own."""
+    monkeypatch.setattr(scaled_weight, "_is_right", LIBRARY_TRIAL)
+    monkeypatch.setattr(scaled_weight, "_are_right", KERNEL_TRIAL)
 
 
 def scaled(weight: QuantizedWeight) -> ScaledWeight | None:
@@ -140,6 +149,13 @@ def test_what_does_not_fit_is_left_to_other_kernels(weight: QuantizedWeight) -> 
     assert scaled(weight) is None
 
 
+@pytest.mark.usefixtures("tried")
+@pytest.mark.parametrize("how", [BLOCKS, {"columns": 640}], ids=["blocks", "a scale an output"])
+def test_a_library_that_computes_it_passes_its_trial(how: dict[str, Any]) -> None:
+    assert scaled(made_for_it(256, 640, **how)) is not None
+
+
+@pytest.mark.usefixtures("tried")
 @pytest.mark.parametrize("trouble", ["refused", "wrong", "short sums"])
 def test_a_library_that_does_not_compute_it_is_left_out(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any, **more: Any) -> Tensor:
@@ -199,16 +215,24 @@ def test_experts_that_do_not_fit_are_left_to_another_kernel(weight: QuantizedWei
     assert GpuWeight.of_experts([[weight], [weight]]).scaled_experts is None
 
 
+@pytest.mark.usefixtures("tried")
+@pytest.mark.parametrize("how", [BLOCKS, {"columns": 384}], ids=["blocks", "a scale an output"])
+def test_the_kernel_of_experts_passes_its_trial(how: dict[str, Any]) -> None:
+    assert GpuWeight.of_experts([[made_for_it(256, 384, **how)]]).scaled_experts is not None
+
+
+@pytest.mark.usefixtures("tried")
 @pytest.mark.parametrize("trouble", ["refused", "wrong"])
 def test_a_compiler_that_cannot_make_the_kernel_leaves_experts_to_another(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = ScaledExperts.product
-
-    def broken(self: ScaledExperts, *given: Any) -> Tensor:
+    def broken(self: ScaledExperts, x: Tensor, ends: Tensor) -> Tensor:
         if trouble == "refused":
             raise RuntimeError("no such type\nat all")
-        return 1.2 * right(self, *given)
+        numbers, steps = scaled_weight.rounded_plainly(x, 128)
+        rows = (numbers.float() * steps.repeat_interleave(128, 1)).split(ends.diff(prepend=ends[:1] * 0).tolist())
+        wide = self.codes.view(torch.float8_e4m3fn).float() * self.scale.repeat_interleave(128, 1).transpose(1, 2)
+        return 1.2 * torch.cat([part @ each.T for part, each in zip(rows, wide, strict=True)]).bfloat16()
 
     monkeypatch.setattr(ScaledExperts, "product", broken)
     assert GpuWeight.of_experts([[made_for_it(256, 640, **BLOCKS)]]).scaled_experts is None
