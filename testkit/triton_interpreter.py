@@ -67,7 +67,8 @@ def quicken() -> None:
 
 def round_products() -> None:
     """Has products of float32 be those of tensor cores, which see ten bits of a number's fraction ("tf32"), or of what
-    is left as well ("tf32x3"); has bfloat16 multiplied, and rounded to the nearest."""
+    is left as well ("tf32x3"); has bfloat16 multiplied, and rounded to the nearest; has products of e4m3 and of int8
+    computed by BLAS, which give the same numbers as NumPy's own loops."""
     import numpy as np
     from triton._C.libtriton import ir
     from triton.runtime import interpreter
@@ -78,12 +79,21 @@ def round_products() -> None:
     def seen(numbers: Any) -> Any:
         return (np.ascontiguousarray(numbers).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
+    e4m3 = convert(np.arange(256, dtype=np.uint8), tl.float8e4nv, tl.float32, None).view(np.float32)
+
     def widened(factor: Any) -> Any:
         if factor.dtype.scalar != tl.bfloat16:
             return factor
         return interpreter.TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
     def product(self: Any, a: Any, b: Any, d: Any, precision: Any, inexact: Any) -> Any:
+        of = a.dtype.scalar
+        if of == b.dtype.scalar == tl.float8e4nv:
+            made = np.matmul(e4m3[a.data.view(np.uint8)], e4m3[b.data.view(np.uint8)])
+            return interpreter.TensorHandle(made + d.data, d.dtype.scalar)
+        if of == b.dtype.scalar == tl.int8:  # whole numbers below 2⁵³, so that no sum is rounded
+            made = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(np.int32)
+            return interpreter.TensorHandle(made + d.data, d.dtype.scalar)
         a, b = widened(a), widened(b)
         if a.data.dtype != np.float32 or precision == precisions.IEEE:
             return plain(self, a, b, d, precision, inexact)
