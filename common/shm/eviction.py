@@ -71,7 +71,7 @@ def lightest(ranges: RangeAllocator, size: int, weight: Callable[[int], int]) ->
     (Range(offset=128, size=128), [128, 192])
     """
     need, starts = aligned(size), ranges.starts
-    weights, ends = list(map(weight, starts)), list(map(ranges.end, starts))
+    weights, ends = list(map(weight, starts)), ranges.ends(starts)
     best: tuple[int, Range, list[int]] | None = None
     begin = first = total = 0  # `total` is what ranges from `first` on weigh, which would leave room from `begin` on
     for last, end in enumerate([*starts[1:], ranges.capacity]):
