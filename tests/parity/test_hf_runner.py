@@ -22,7 +22,8 @@ from common.shm.arena import SharedBuffer
 from encoder_service.models.hf.products import lay_out
 from encoder_service.models.hf.tower import HfTower
 from encoder_service.models.processor import Shown
-from encoder_service.worker.__main__ import _answer, _begun, ahead, one_by_one
+from encoder_service.worker.__main__ import _answer, _begun
+from encoder_service.worker.ahead import ahead, one_by_one
 from encoder_service.worker.graphs import Choice
 from encoder_service.worker.hf import runner as hf_runner
 from encoder_service.worker.hf.batches import Made

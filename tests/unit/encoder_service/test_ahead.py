@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from encoder_service.worker.__main__ import Hungry, ahead, one_by_one
+from encoder_service.worker.ahead import Hungry, ahead, one_by_one
 
 
 def by_part(prepare: Callable[[int], Any]) -> Callable[[int, Hungry], Iterator[Any]]:
