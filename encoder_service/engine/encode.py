@@ -90,7 +90,7 @@ class EncoderEngine:
             self._look_up(ticket, item, key)
             if ticket.flight is not None and ticket.flight.item is item:
                 room.resize(item.size)  # an address is not held beside its content
-                ticket.flight.holds(room)
+                ticket.flight.take_room(room)
             del item  # content that another caller brought already is not held twice
         # 4. The header, which the flight computes.
         return await ticket.header()

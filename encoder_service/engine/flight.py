@@ -101,7 +101,7 @@ class Flight:
         """A caller's address gave this content before."""
         self.address = ticket
 
-    def holds(self, room: Reservation) -> None:
+    def take_room(self, room: Reservation) -> None:
         """Its item's content takes this room."""
         self._let_room_go()
         self.room = room.hold()

@@ -73,7 +73,7 @@ class Pipeline:
         # 4. Nothing is computed for callers who only want the header.
         await flight.wanted.wait()
         if shared_store is None:
-            return await self.compute(flight, plan, header, time_budget)
+            return await self._compute(flight, plan, header, time_budget)
         # 5. One replica computes, and offers the entry to the others; those that waited for it load it.
         async with AsyncExitStack() as held:
             with flight.times.timed("shared"):
@@ -81,7 +81,7 @@ class Pipeline:
             found = lock.found
             if found is not None and found.agrees(header) and (entry := await self._load(flight, shared_store, found)):
                 return entry
-            lock.entry = await self.compute(flight, plan, header, time_budget)
+            lock.entry = await self._compute(flight, plan, header, time_budget)
             return lock.entry
 
     async def _find(self, flight: Flight, shared_store: SharedStore) -> Entry | None:
@@ -121,13 +121,13 @@ class Pipeline:
                         )
                     if isinstance(flight.item.source, Key):
                         room.resize(item.size)
-                        flight.holds(room)
+                        flight.take_room(room)
                         flight.content_came(item)
         except TwinlensError:
             if isinstance(flight.item.source, Key):  # still nobody has brought the content
                 raise
 
-    async def compute(self, flight: Flight, plan: Plan, header: Header, time_budget: TimeBudget) -> Entry:
+    async def _compute(self, flight: Flight, plan: Plan, header: Header, time_budget: TimeBudget) -> Entry:
         """Computes rows into the store. Room there is only allocated once something could be decoded, so that broken
         media evict nothing."""
         source, salt = flight.item.source, flight.item.salt

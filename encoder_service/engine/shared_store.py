@@ -85,7 +85,7 @@ class SharedStore:
         self._wait = wait
         self._queue: asyncio.Queue[tuple[bytes, str, bytes]] = asyncio.Queue(writes)
         self._writers: list[asyncio.Task[None]] = []
-        self._unlocking: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Starts writing offered items."""
@@ -99,7 +99,7 @@ class SharedStore:
         while not self._queue.empty():
             key, _, token = self._queue.get_nowait()
             self._unlock_soon(key, token)
-        await asyncio.gather(*self._unlocking)
+        await asyncio.gather(*self._background)
         await self.client.close()
 
     async def find(self, key: bytes, salt: str) -> Header | None:
@@ -170,7 +170,7 @@ class SharedStore:
 
     def check_idle(self) -> None:
         """Raises AssertionError if, once stopped, something is in progress."""
-        assert not self._unlocking, "a lock is being given back"
+        assert not self._background, "something is still done in the background"
 
     async def _lock_or_find(self, key: bytes, salt: str, token: bytes) -> tuple[Header | None, bool]:
         """The item's header once it is there, or whether its lock is ours, with an expiry in case we are lost. Neither,
@@ -286,8 +286,8 @@ class SharedStore:
 
     def _start(self, work: Any) -> None:
         task = tasks.start(work, "shared store")
-        self._unlocking.add(task)
-        task.add_done_callback(self._unlocking.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
 
 def _rows_name(key: bytes) -> str:

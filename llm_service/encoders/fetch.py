@@ -433,8 +433,8 @@ class Fetch:
         self._context.counters.retries += 1
 
     def _charge(self, attempt: Attempt, error: TwinlensError, *, begun: bool) -> None:
-        """Records the end of an attempt for its encoder, which had `heard` of it. Raises Exhausted if the item never
-        fits."""
+        """Records the end of an attempt for its encoder, which had perhaps `begun` on the item. Raises Exhausted if the
+        item never fits."""
         replica = attempt.replica
         if isinstance(error, NotFound):
             self._choice.exclude(replica)

@@ -57,8 +57,8 @@ async def computed(
 async def written(made: SharedStore, count: int = 1) -> None:
     counts = made.counts
     await eventually(lambda: counts["written"] + counts["dropped"] >= count, "all is written")
-    while made._unlocking:
-        await asyncio.gather(*made._unlocking)
+    while made._background:
+        await asyncio.gather(*made._background)
 
 
 def stop_writing(made: SharedStore) -> None:

@@ -114,8 +114,8 @@ async def test_garbage_is_a_miss_and_good_rows_take_its_place(server, spoil):
         if header is not None:
             with pytest.raises(SharedStoreMiss):
                 await loaded(made, header)
-        while made._unlocking:
-            await asyncio.gather(*made._unlocking)
+        while made._background:
+            await asyncio.gather(*made._background)
         assert await made.find(HEADER.key, "") is None
         store.flush()
         await computed(made, store)

@@ -81,7 +81,7 @@ async def over_a_link(server, forward: Forward, **options):
 
 
 async def all_written(made: SharedStore, count: int = 1) -> None:
-    while made.counts["written"] + made.counts["dropped"] < count or made._unlocking:
+    while made.counts["written"] + made.counts["dropped"] < count or made._background:
         await turns(1)
 
 
