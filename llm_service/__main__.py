@@ -25,16 +25,19 @@ def main(*, engine: str = "llm_service.engine") -> None:
     from common.errors import TwinlensError
     from common.process.malloc import keep_large_blocks
     from llm_service.config import LlmConfig
-    from llm_service.server import first_rank, serve
-    from llm_service.worker.node import lend
+    from llm_service.engine_settings import first_rank
 
     config = load(LlmConfig, "TWINLENS_LLM", "Twinlens LLM service: text and media in, streamed tokens out.")
     keep_large_blocks()
     try:
         meeting = config.meeting()
         if meeting.node_rank:
+            from llm_service.worker.node import lend  # a host that lends its devices serves nothing
+
             asyncio.run(lend(first_rank(config, meeting), config.start_seconds, config.log_level))
         else:
+            from llm_service.server import serve
+
             uvloop.run(serve(config, engine_module=engine))
     except (CheckpointError, OSError, TwinlensError) as error:
         sys.exit(f"llm_service: {error}")

@@ -13,7 +13,6 @@ import msgspec
 
 from common.aio import tasks
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
-from common.hardware import default_dtype
 from common.media.encoder_digest import encoder_digest
 from common.process.malloc import freeze_objects
 from common.requirements import install
@@ -23,9 +22,8 @@ from common.shm.arena import SharedBuffer
 from common.telemetry import log, stderr_capture, tracing
 from common.telemetry.metrics import Metrics
 from llm_service import generation_config
-from llm_service.cache_choice import choose_cache
 from llm_service.components import Components
-from llm_service.config import LlmConfig, Meeting
+from llm_service.config import LlmConfig
 from llm_service.convert.requests import RequestReader
 from llm_service.embedder import Embedder
 from llm_service.encoders.encoder_cache import EncoderCache
@@ -36,6 +34,7 @@ from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.engine_client.client import EngineClient
 from llm_service.engine_client.mirrors import Mirrors
 from llm_service.engine_client.processes import MODULE
+from llm_service.engine_settings import engine_settings
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
 from llm_service.generation.cached_spans import CachedSpans
@@ -44,7 +43,6 @@ from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
 from llm_service.grammar.messages import StructureLimits, Vocabulary
 from llm_service.meters import Meters
-from llm_service.model_config.adapter_folder import CONFIG, AdapterError, largest_rank
 from llm_service.model_config.served import ServedModel
 from llm_service.prefill.layout import kv_layout
 from llm_service.prefill.services import PrefillServices
@@ -54,7 +52,7 @@ from llm_service.prompt.output_marks import OutputMarks
 from llm_service.prompt.tokens import check_same_tokens, end_tokens
 from llm_service.reranker import Reranker
 from llm_service.servicer import LlmServicer
-from llm_service.settings import EngineSettings, RankPlace
+from llm_service.settings import EngineSettings
 from llm_service.transcriber import Transcriber
 from twinlens import __version__
 from twinlens.v1.llm_pb2_grpc import add_LlmServiceServicer_to_server
@@ -85,7 +83,7 @@ class _Model:
         """Reads the checkpoint. Raises CheckpointError if it cannot be served as configured."""
         checkpoint = Checkpoint.resolve(config.model, config.revision)
         served = await tasks.to_thread(ServedModel.of, checkpoint)
-        settings = _engine_settings(config, checkpoint, served)
+        settings = engine_settings(config, checkpoint, served)
         layout = RowLayout(served.levels, served.hidden_size, DType(settings.dtype))
         digest = await tasks.to_thread(encoder_digest, checkpoint, layout.dtype, served.family.encoder)
         kv = await tasks.to_thread(kv_layout, settings, checkpoint) if config.exchanges_blocks else b""
@@ -437,95 +435,3 @@ def _session_limits(config: LlmConfig) -> SessionLimits:
         seconds=config.session_seconds,
         row_bytes_per_tenant=int(config.row_cache_bytes * config.session_share),
     )
-
-
-def first_rank(config: LlmConfig, meeting: Meeting) -> RankPlace:
-    """The first rank of a host that lends its devices."""
-    return RankPlace(
-        rank=meeting.node_rank * (config.tp // meeting.nodes),
-        size=config.tp,
-        nodes=meeting.nodes,
-        host=meeting.host,
-        port=meeting.port,
-        timeout=config.rank_timeout_seconds,
-        device=config.chosen_device,
-        model=str(Checkpoint.resolve(config.model, config.revision).folder),
-        threads=config.threads,
-    )
-
-
-def _engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> EngineSettings:
-    device = config.chosen_device
-    meeting, (running, step_tokens) = config.meeting(), config.step_limits()
-    dtype = default_dtype(device, checkpoint) if config.dtype == "auto" else config.dtype
-    asked, attention = config.kv_cache_dtype, config.attention
-    kept, suggested = choose_cache(asked, checkpoint.config, dtype=dtype, device=device, attention=attention)
-    draft_model = str(Checkpoint.resolve(config.draft_model).folder) if config.draft_model else ""
-    return EngineSettings(
-        model=str(checkpoint.folder),
-        device=device,
-        dtype=dtype,
-        weight_dtype=config.weight_dtype,
-        threads=config.threads,
-        tensor_parallel=config.tp,
-        nodes=meeting.nodes,
-        rendezvous=meeting.address,
-        rank_timeout=config.rank_timeout_seconds,
-        symmetric_memory=config.symmetric_memory,
-        expert_parallel=config.enable_expert_parallel,
-        attention=config.attention,
-        kernels=config.kernels,
-        compile=config.compile,
-        graphs=config.graphs,
-        graph_bytes=config.graph_bytes,
-        kv_cache_dtype=kept,
-        kv_cache_suggested=suggested,
-        kv_cache_bytes=config.kv_cache_bytes,
-        kv_memory_share=config.kv_memory_share,
-        kv_host_bytes=config.kv_host_bytes,
-        kv_events=bool(config.kv_events),
-        block_size=config.block_size,
-        max_context=config.max_context,
-        max_running=running,
-        max_step_tokens=step_tokens,
-        decode_slowdown=config.decode_slowdown,
-        core_share=config.core_share,
-        prefix_cache=config.prefix_cache,
-        keep_media_whole=config.keep_media_whole,
-        early_prefill_tokens=config.early_prefill_tokens,
-        overlap=config.overlap == "yes"
-        or (config.overlap == "auto" and device != "cpu" and not config.speculative_tokens),
-        speculative_tokens=config.speculative_tokens,
-        speculative_method=config.method if config.speculative_tokens else "",
-        draft_model=draft_model,
-        session_share=config.session_share,
-        snapshot_share=config.snapshot_share,
-        structure_cache_bytes=config.structure_cache_bytes,
-        row_arena_bytes=config.row_cache_bytes,
-        row_levels=served.levels,
-        row_mirror=config.row_mirror,
-        log_level=config.log_level,
-        **_adapter_settings(config, checkpoint, served),
-        base_names=tuple({Path(name).name for name in (checkpoint.name, *config.served_model_name)}),
-        hf=served.hf,
-        grows_steps=not config.max_step_tokens,
-    )
-
-
-def _adapter_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> dict[str, Any]:
-    """The slots of adapters and where they are read from: the operator's folder, or the checkpoint's own. Raises
-    CheckpointError if both are configured."""
-    own = set(served.hf.adapters.values()) if served.hf is not None else set[str]()
-    if not own:
-        folder = config.lora_dir and str(Path(config.lora_dir).resolve())
-        slots = config.max_loras if config.lora_dir else 0
-        return {"lora_dir": folder, "max_loras": slots, "max_lora_rank": config.max_lora_rank}
-    if config.lora_dir:
-        raise CheckpointError("--lora-dir is not for a checkpoint that has adapters of its own")
-    if config.compile:
-        raise CheckpointError("--compile is not for a checkpoint that has adapters of its own")
-    try:
-        rank = max(largest_rank(checkpoint.json(str(Path(path) / CONFIG))) for path in own)
-    except AdapterError as error:
-        raise CheckpointError(f"the checkpoint's own adapter cannot be loaded: {error}") from error
-    return {"lora_dir": "", "max_loras": len(own), "max_lora_rank": rank}

@@ -13,9 +13,9 @@ from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.hf import models as hf_models
 from common.hf.processors import are_filled_up
 from llm_service.config import LlmConfig
+from llm_service.engine_settings import _adapter_settings
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
-from llm_service.server import _adapter_settings
 from llm_service.settings import EngineSettings
 from llm_service.worker.load_adapters import adapter_reader
 from testkit.hf_side import GREEDY, Served, compare
