@@ -202,7 +202,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.grammar) or self.thinking_bound is not None
 
     @property
-    def is_held(self) -> bool:
+    def is_constrained(self) -> bool:
         """Whether it can happen that no token is allowed."""
         return self.is_matched or bool(self.allowed_mask)
 

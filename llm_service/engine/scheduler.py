@@ -63,7 +63,7 @@ class Scheduler:
         self._notices = NoticeQueue()
         self._arrivals = 0
         self._planned_steps = 0
-        self._held = 0
+        self._num_constrained = 0
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Scheduler:
             form = Form(asked.grammar, asked.grammar_bytes, add.salt, trigger, bound)
             for sequence in sequences:
                 sequence.use_grammar(self._match(form, sequence.output))
-        self._held += len(sequences) * self._holds(add.sampling)
+        self._num_constrained += len(sequences) * self._is_constrained(add.sampling)
         self._queues.add(add.id, sequences, add.deadline)
         self._unstarted.add(add.id)
         prompt, most = sequences[0].prompt, self.limits.max_media_tokens
@@ -168,7 +168,7 @@ class Scheduler:
                 self._name_blocks(sequence)
             if sequence.prompt.is_placed and self._queues.forget_places(sequence):
                 self._notices.rows_read(sequence.id, self._planned_steps)
-        if self._held:
+        if self._num_constrained:
             self._fail_dead_ends(step)
         return step, started
 
@@ -350,12 +350,12 @@ class Scheduler:
             self.abort(id)
             self._notices.failed(Failed(id, code_number(error), error.reason, error.message, error.field))
 
-    def _holds(self, sampling: SamplingParams) -> bool:
+    def _is_constrained(self, sampling: SamplingParams) -> bool:
         """Whether a mask restricts the tokens of such a sequence."""
         return bool(sampling.allowed_mask) or (sampling.is_matched and self._match is not None)
 
     def _end(self, sequence: Sequence) -> None:
-        self._held -= self._holds(sequence.sampling)
+        self._num_constrained -= self._is_constrained(sequence.sampling)
         self.blocks.free(sequence.table)
         if self._queues.remove(sequence):
             self._unstarted.discard(sequence.id)

@@ -225,7 +225,7 @@ class Sequence:
         """Whether drafts can be verified: all tokens are known and the prompt is computed. Below `min_tokens` a grammar
         may allow no token, which is only checked behind known tokens."""
         computed = self.pending == 1 and self.num_computed_tokens >= self.prompt_tokens and not self.num_placeholders
-        return computed and (not self.sampling.is_held or self.generated >= self.sampling.min_tokens)
+        return computed and (not self.sampling.is_constrained or self.generated >= self.sampling.min_tokens)
 
     @property
     def grammar_ready(self) -> bool:
@@ -353,7 +353,7 @@ class Sequence:
         """Makes the next step verify these drafts after the last token, which is known, as far as the grammar allows
         them."""
         self.drafts, self.draft_masks = drafts, []
-        if not self.sampling.is_held or not drafts:
+        if not self.sampling.is_constrained or not drafts:
             return
         ahead = None if self.matcher is None else self.matcher.deep_copy()
         for count in range(len(drafts) + 1):

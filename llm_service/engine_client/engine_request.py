@@ -77,8 +77,8 @@ class EngineRequest:
     """How many of these the caller got with the last `next`; 0: no more than before."""
     _output: dict[int, array[int]] = field(default_factory=dict)
     """int32, by choice."""
-    _came: dict[int, deque[float]] = field(default_factory=dict)
-    """By choice, when steps had the tokens that `came` has not told of: `time.perf_counter`."""
+    _times: dict[int, deque[float]] = field(default_factory=dict)
+    """By choice, when steps had the tokens whose times were not taken: `time.perf_counter`."""
     _finished: set[int] = field(default_factory=set)
     """Choices."""
     _waiting: dict[int, int] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         self._output = {choice: array("i") for choice in range(self.add.sampling.n)}
-        self._came = {choice: deque() for choice in self._output}
+        self._times = {choice: deque() for choice in self._output}
         for given in self.add.resume:
             self._output[given.choice].frombytes(given.token_ids)
         self._finished = {given.choice for given in self.add.resume if given.finished}
@@ -128,9 +128,9 @@ class EngineRequest:
             self._given = self._with_logprobs
         return events
 
-    def came(self, choice: int, count: int) -> list[float]:
-        """The times at which steps had the next `count` tokens of a choice; each token is reported once."""
-        times = self._came[choice]
+    def take_times(self, choice: int, count: int) -> list[float]:
+        """The times at which steps had the next `count` tokens of a choice, each taken once."""
+        times = self._times[choice]
         return [times.popleft() for _ in range(min(count, len(times)))]
 
     # --- what becomes of it ---------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class EngineRequest:
         match event:
             case Token(choice=choice, token=token, ended=ended):
                 self._output[choice].append(token)
-                self._came[choice].append(at)
+                self._times[choice].append(at)
                 if ended:
                     self._finished.add(choice)
             case Complete(choice=choice):

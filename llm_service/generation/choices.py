@@ -100,7 +100,7 @@ class Choice:
         self.stop_token = token if token in self.stop_token_ids else None
 
 
-def together(
+def merge_tokens(
     events: Iterable[Event], most: int = _MOST
 ) -> Iterator[Started | Prefilled | PromptLogprobs | Pooled | Complete | list[Token]]:
     """Merges events: the tokens of each choice become lists of at most `most`, so one message has all tokens since the

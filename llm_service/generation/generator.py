@@ -37,7 +37,7 @@ from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission, AdmissionTicket
 from llm_service.generation.cached_spans import CachedSpans
-from llm_service.generation.choices import Choice, open_choices, resumed_for_engine, together
+from llm_service.generation.choices import Choice, merge_tokens, open_choices, resumed_for_engine
 from llm_service.generation.constraints import Constraints
 from llm_service.generation.events import Begun, Computed, Embedded, Ended, Event, PromptLogprobsDelta
 from llm_service.generation.job import Job, aborted
@@ -350,7 +350,7 @@ class Generator:
         ends = {index: "stop" for index, choice in choices.items() if choice.text.stopped is not None}
         layout, begun = begin.layout, False
         while len(ends) < len(choices):
-            for event in together(await engine_request.next()):
+            for event in merge_tokens(await engine_request.next()):
                 match event:
                     case Started():
                         stages.mark("queue")

@@ -45,7 +45,7 @@ class Job:
                 self.tokens.update(prompt_tokens=len(event.layout.ids), cached_tokens=event.cached)
             case Delta():
                 if self.engine_request is not None:
-                    meter.tokens(event.choice, self.engine_request.came(event.choice, len(event.tokens)))
+                    meter.tokens(event.choice, self.engine_request.take_times(event.choice, len(event.tokens)))
                 self.tokens["completion_tokens"] += len(event.tokens)
             case Ended():
                 meter.choice(event.reason, event.completion_tokens)

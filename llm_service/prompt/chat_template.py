@@ -97,7 +97,6 @@ class ChatTemplate:
         written = found.reasoning if self.reads_reasoning else shown.reasoning
         self.never_thinks = written is None and not self.knows_thinking
         self._reasoning = next((place for place, sign in _REASONING.items() if re.search(sign, source)), None)
-        self.knows_reasoning = self._reasoning is not None
         self.shows_reasoning = self.reads_reasoning and found.reasoning is not None
         self.reasoning_marks = found.reasoning or THINK
         self.reasons_on_new_line = bool(re.search(r"(?:\\n|\n)" + re.escape(self.reasoning_marks[0]), source))

@@ -46,7 +46,7 @@ from llm_service.generation import generator as generator_module
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
 from llm_service.generation.cached_spans import CachedSpans
-from llm_service.generation.choices import together
+from llm_service.generation.choices import merge_tokens
 from llm_service.generation.events import Begun, Delta
 from llm_service.generation.generator import Generator
 from llm_service.generation.sessions import SessionLimits, Sessions
@@ -456,7 +456,7 @@ async def test_an_answer_that_the_next_engine_has_no_room_for_is_told_to_its_end
 
 def test_a_delta_never_holds_more_tokens_than_a_message_has_room_for() -> None:
     events = [Started(1, 0), *(Token(1, number % 2, number, "") for number in range(10)), Complete(1, 2, "stop")]
-    started, *runs, complete, first, second = together(events, most=3)
+    started, *runs, complete, first, second = merge_tokens(events, most=3)
     assert (started, complete) == (events[0], events[-1])
     assert [[token.token for token in run] for run in (*runs, first, second)] == [[0, 2, 4], [1, 3, 5], [6, 8], [7, 9]]
 
@@ -464,7 +464,7 @@ def test_a_delta_never_holds_more_tokens_than_a_message_has_room_for() -> None:
 def test_logprobs_of_a_prompt_come_in_messages_that_have_room_for_them() -> None:
     """A step tells those of thousands of tokens; with twenty likely ones beside each, that is megabytes."""
     logprobs = [TokenLogprobs(-float(number)) for number in range(8)]
-    found = list(together([PromptLogprobs(1, 5, logprobs[:7]), PromptLogprobs(1, 12, logprobs[7:])], most=3))
+    found = list(merge_tokens([PromptLogprobs(1, 5, logprobs[:7]), PromptLogprobs(1, 12, logprobs[7:])], most=3))
     assert found == [
         PromptLogprobs(1, 5, logprobs[:3]),
         PromptLogprobs(1, 8, logprobs[3:6]),
