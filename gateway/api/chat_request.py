@@ -357,21 +357,29 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = None
     return_media_uuids: bool | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None
     safety_identifier: str | None = None
     metadata: Metadata | None = None
     mm_processor_kwargs: MediaSettings | None = None
     media_io_kwargs: MediaLoading | None = None
+    use_audio_in_video: bool | None = None
 
     @property
     def media_settings(self) -> MediaSettings | None:
-        """How media are preprocessed, from both fields for it; None if they contradict each other."""
+        """How media are preprocessed, from all fields for it; None if they contradict each other."""
         settings = self.mm_processor_kwargs or MediaSettings()
         video = (self.media_io_kwargs and self.media_io_kwargs.video) or VideoLoading()
-        for own, other in ((settings.fps, video.fps), (settings.max_frames, video.num_frames)):
+        sound = (settings.sound, self.use_audio_in_video)
+        for own, other in ((settings.fps, video.fps), (settings.max_frames, video.num_frames), sound):
             if None not in (own, other) and own != other:
                 return None
         frames = {"fps": video.fps or settings.fps, "max_frames": video.num_frames or settings.max_frames}
-        return settings.model_copy(update=frames)
+        return settings.model_copy(update={**frames, "with_sound": sound[1] if sound[0] is None else sound[0]})
+
+    @property
+    def conversation_key(self) -> str:
+        """The name of the conversation, by OpenAI's or by vLLM's and SGLang's name."""
+        return self.prompt_cache_key or self.session_id or ""
 
     @property
     def template_settings(self) -> TemplateSettings | None:
@@ -400,7 +408,9 @@ class ChatRequest(SamplingFields):
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice needs tools")
         if self.media_settings is None:
-            raise ValueError("mm_processor_kwargs and media_io_kwargs have different settings for a video's frames")
+            raise ValueError("mm_processor_kwargs contradicts media_io_kwargs or use_audio_in_video")
+        if None not in (keys := {self.prompt_cache_key, self.session_id}) and len(keys) > 1:
+            raise ValueError("prompt_cache_key and session_id are aliases and have different values")
         within = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
         if within and self.reasoning_effort not in (None, within):
             raise ValueError("reasoning_effort is given twice, with different values")

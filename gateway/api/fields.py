@@ -98,10 +98,14 @@ class MediaSettings(Model):
         return self
 
     @property
+    def sound(self) -> bool | None:
+        """Whether a video's sound is used, by either name."""
+        return self.use_audio_in_video if self.with_sound is None else self.with_sound
+
+    @property
     def of_videos(self) -> dict[str, Any]:
         """By the names of `MediaOptions`."""
-        given = self.model_dump(exclude={"use_audio_in_video"})
-        return given | {"with_sound": self.use_audio_in_video if self.with_sound is None else self.with_sound}
+        return self.model_dump(exclude={"use_audio_in_video"}) | {"with_sound": self.sound}
 
 
 class VideoLoading(Model):

@@ -101,7 +101,7 @@ def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest
         set_form(params, "json_schema", forced)
     elif asked.response_format is not None:  # in a turn that must be calls, these are the answer
         set_response_format(params, asked.response_format)
-    given = {"session_id": asked.prompt_cache_key or "", "return_prompt_token_ids": bool(asked.return_token_ids)}
+    given = {"session_id": asked.conversation_key, "return_prompt_token_ids": bool(asked.return_token_ids)}
     request = generate_request(asked, params, request_id, **given, **asked.truncation("left"))
     chat = request.chat
     fill_chat(chat, asked.messages, asked.media_settings, asked.template_settings, "messages")

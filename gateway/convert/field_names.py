@@ -26,6 +26,8 @@ def names_of(asked: SamplingFields) -> dict[str, str]:
     names |= {"input": "messages", "media": "messages", "logprobs": "top_logprobs", **places_of(asked)}
     if asked.documents and not asked.chat_template_kwargs:
         names["chat_template_kwargs"] = "documents"
+    if asked.session_id is not None:
+        names["prompt_cache_key"] = "session_id"
     return names if asked.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
 

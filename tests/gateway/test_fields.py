@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import pytest
 from openai.types.chat import completion_create_params as chat_params
 
@@ -39,6 +40,7 @@ SAMPLES: dict[str, Any] = {
     "logprobs": True,
     "response_format": {"type": "json_object"},
     "prompt_cache_key": "talk",
+    "session_id": "talk",
     "user": "me",
     "metadata": {"a": "b"},
     "safety_identifier": "me",
@@ -94,6 +96,7 @@ IN_THE_ANSWER = {
     "return_media_uuids",
 }
 """Served by what comes back, not by what the LLM service is asked."""
+OF_MEDIA = {"mm_processor_kwargs", "media_io_kwargs", "use_audio_in_video"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 TOGETHER: dict[str, dict[str, Any]] = {
     "truncation_side": {"truncate_prompt_tokens": 5, "truncation_side": "right"},
@@ -140,7 +143,7 @@ def test_the_table_has_every_field_that_is_taken() -> None:
 
 
 def test_every_field_is_tried() -> None:
-    assert set(TABLE) == {*SAMPLES, *IN_THE_ANSWER, *TOGETHER, "mm_processor_kwargs", "media_io_kwargs"}
+    assert set(TABLE) == {*SAMPLES, *IN_THE_ANSWER, *TOGETHER, *OF_MEDIA}
 
 
 @pytest.mark.parametrize("field", [name for name, kind in TABLE.items() if kind == "served" and name in SAMPLES])
@@ -190,6 +193,8 @@ def test_fields_that_go_together(door: Scripted) -> None:
     for pair in (
         {"top_logprobs": 3},
         {"max_tokens": 1, "max_completion_tokens": 2},
+        {"prompt_cache_key": "a", "session_id": "b"},
+        {"mm_processor_kwargs": {"use_audio_in_video": True}, "use_audio_in_video": False},
         {"stream_options": {"include_usage": True}},
         {"guided_regex": "a", "guided_choice": ["a"]},
         {"guided_regex": "a", "regex": "b"},
@@ -431,14 +436,29 @@ def test_an_uuid_beside_a_medium_changes_nothing(door: Scripted) -> None:
     assert (named.status, named.asked) == (200, plain.asked)
 
 
-@pytest.mark.parametrize("settings", [{"use_audio_in_video": True}, {"with_sound": True, "use_audio_in_video": True}])
-def test_sound_between_frames_is_asked_for_by_either_name(door: Scripted, settings: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mm_processor_kwargs": {"use_audio_in_video": True}},
+        {"mm_processor_kwargs": {"with_sound": True, "use_audio_in_video": True}},
+        {"use_audio_in_video": True},
+    ],
+)
+def test_sound_between_frames_is_asked_for_by_either_name(door: Scripted, fields: dict[str, Any]) -> None:
     parts = [{"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}]
     messages = [{"role": "user", "content": parts}]
-    outcome = post(door, messages=messages, mm_processor_kwargs=settings)
+    outcome = post(door, messages=messages, **fields)
     assert outcome.asked.chat.messages[0].parts[0].media.options == v1.MediaOptions(with_sound=True)
     both = post(door, messages=messages, mm_processor_kwargs={"with_sound": False, "use_audio_in_video": True})
     assert (both.status, both.body["error"]["code"]) == (400, "BAD_FIELD")
+
+
+def test_a_conversation_is_named_as_the_caller_does(door: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = v1.Status(code=3, reason="OUT_OF_RANGE", field="session_id")
+    monkeypatch.setattr(door.llm, "refusal", (grpc.StatusCode.INVALID_ARGUMENT, refusal))
+    monkeypatch.setattr(door.llm, "play", lambda _: iter(()))
+    assert post(door, session_id="x").body["error"]["param"] == "session_id"
+    assert post(door, prompt_cache_key="x").body["error"]["param"] == "prompt_cache_key"
 
 
 def test_reasons_on_the_page_are_those_that_the_gateway_gives() -> None:
