@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from common.errors import InvalidInput, TwinlensError, without_traces
 from common.media.convert import KEY_BYTES, MODALITIES, read_media
@@ -68,9 +67,11 @@ def read_stretch(request: encoder_pb2.EncodeRequest, index: int, tokens: int) ->
     return first, end
 
 
-def read_item(message: media_pb2.Media, index: int, salt: str, priority: int, served: Collection[Modality]) -> Item:
-    """One item of a request, of a modality that is `served`; raises InvalidInput, Forbidden or Unsupported, naming the
-    field."""
+def read_item(
+    message: media_pb2.Media, index: int, salt: str, priority: int, served: Collection[Modality], host: str = ""
+) -> Item:
+    """One item of a request from `host`, of a modality that is `served`; raises InvalidInput, Forbidden or Unsupported,
+    naming the field."""
     field = f"items[{index}]"
     media = read_media(message, field, served)
     _check(media, field)
@@ -82,6 +83,7 @@ def read_item(message: media_pb2.Media, index: int, salt: str, priority: int, se
         field=field,
         salt=salt,
         priority=priority,
+        host=host,
     )
 
 
@@ -93,7 +95,7 @@ def read_items(
     found: list[ItemOrError] = []
     for index, media in enumerate(given):
         try:
-            found.append(replace(read_item(media, index, salt, priority, served), host=host))
+            found.append(read_item(media, index, salt, priority, served, host))
         except TwinlensError as error:
             found.append(without_traces(error))
     return found

@@ -68,7 +68,7 @@ def _state(load: EncoderLoad, transports: Transports) -> Iterator[Metric]:
 
 
 def _queues(load: EncoderLoad) -> Iterator[Metric]:
-    items: dict[tuple[str, ...], float] = {("encoded",): load.encoded, ("failed",): load.failed}
+    items: dict[tuple[str, ...], float] = {("encoded",): load.items.encoded, ("failed",): load.items.failed}
     yield gauge("queued_items", "items waiting for a worker", load.queued_items)
     yield gauge("running_items", "items being computed", load.running_items)
     yield gauge("queued_patches", "patches waiting for a worker", load.queued_patches)
@@ -95,8 +95,8 @@ def _work(load: EncoderLoad) -> Iterator[Metric]:
 
 
 def _rows(load: EncoderLoad, transports: Transports) -> Iterator[Metric]:
-    yield total("store_hits", "items whose rows were in a store or in flight", load.store_hits)
-    yield total("store_misses", "items whose rows were computed", load.store_misses)
+    yield total("store_hits", "items whose rows were in a store or in flight", load.items.hits)
+    yield total("store_misses", "items whose rows were computed", load.items.misses)
     yield gauge("store_bytes", "bytes of rows in the store", load.store_bytes)
     yield gauge("store_capacity_bytes", "the store's size limit", load.store_capacity_bytes)
     yield gauge("store_entries", "entries in the store", load.store_entries)

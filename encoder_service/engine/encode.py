@@ -35,13 +35,13 @@ class EncoderEngine:
     """The engine. Its parts are owned, started and stopped by the server.
 
     `admission` bounds what is held at once. A partly computed video continues for `linger` seconds after its last
-    caller has left. `counts` are totals since start.
+    caller has left. `totals` are those of items since start.
     """
 
     def __init__(self, pipeline: Pipeline, digest: str, admission: Admission, *, linger: float = _LINGER) -> None:
         self.pipeline = pipeline
         self.digest = digest
-        self.counts = pipeline.counts
+        self.totals = pipeline.totals
         self._store = pipeline.store
         self._contents = pipeline.contents
         self._linger = linger
@@ -131,10 +131,7 @@ class EncoderEngine:
             queued_patches=sum(unit.patches for unit in dispatcher.waiting),
             running_patches=sum(unit.patches for unit in running),
             estimated_seconds=dispatcher.estimate(),
-            encoded=self.counts["encoded"],
-            failed=self.counts["failed"],
-            store_hits=self.counts["hits"],
-            store_misses=self.counts["misses"],
+            items=self.totals,
             store_bytes=store.used,
             store_capacity_bytes=store.capacity,
             store_entries=len(store),
@@ -207,7 +204,7 @@ class EncoderEngine:
         neither."""
         entry = self._store.find(key, item.salt)
         if entry is not None and entry.header.modality is item.modality:
-            self.counts["hits"] += ticket.rows
+            self.totals.hits += ticket.rows
             self._store.pin(entry.allocation)
             ticket.found = entry
             return
@@ -224,7 +221,7 @@ class EncoderEngine:
             self._flights[_name(key, item)] = flight
             flight.run_by(self._start(self._run(flight), "flight"))
         elif flight.wanted.is_set():
-            self.counts["hits"] += rows
+            self.totals.hits += rows
         flight.join(item, rows=rows)
         return flight
 
@@ -265,7 +262,7 @@ class EncoderEngine:
         try:
             entry = await self.pipeline.run(flight)
         except TwinlensError as error:
-            self.counts["failed"] += not isinstance(error, NotFound)  # for a bare key nothing was to be encoded
+            self.totals.failed += not isinstance(error, NotFound)  # for a bare key nothing was to be encoded
             flight.failed(error)
         except asyncio.CancelledError as left:
             without_traces(left)  # the flight keeps the error, whose frames hold the content

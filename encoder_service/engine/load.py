@@ -8,6 +8,17 @@ from dataclasses import dataclass
 from encoder_service.engine.batch_history import BatchTotals
 
 
+@dataclass(slots=True)
+class ItemTotals:
+    """Items since start: `hits`, whose rows were in a store or in flight; `misses`, whose rows had to be computed, and
+    `encoded`, whose rows were; `failed`, that ended with an error, unless it was a key without content."""
+
+    hits: int = 0
+    misses: int = 0
+    encoded: int = 0
+    failed: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderLoad:
     """The current queues and store, and totals since start. `queued_items` are those that no worker has begun;
@@ -19,10 +30,7 @@ class EncoderLoad:
     queued_patches: int
     running_patches: int
     estimated_seconds: float | None
-    encoded: int
-    failed: int
-    store_hits: int
-    store_misses: int
+    items: ItemTotals
     store_bytes: int
     store_capacity_bytes: int
     store_entries: int

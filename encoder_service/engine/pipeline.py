@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import Allocation, EmbeddingStore, Entry
 from encoder_service.engine.flight import Flight
+from encoder_service.engine.load import ItemTotals
 from encoder_service.engine.media_loader import MediaLoader, fill
 from encoder_service.engine.progress import Progress
 from encoder_service.engine.shared_store import SharedStore, SharedStoreMiss
@@ -33,7 +33,8 @@ _WORTH_CUTTING = 2048
 
 
 class Pipeline:
-    """Turns items into entries of the store. `counts` are totals since start, `seconds` totals by stage."""
+    """Turns items into entries of the store. `totals` are those of items since start, `seconds` by
+    stage."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Pipeline:
         self.dispatcher = dispatcher
         self.contents = contents
         self.shared_store = shared_store
-        self.counts: Counter[str] = Counter()
+        self.totals = ItemTotals()
         self.seconds: dict[str, float] = {}
 
     async def run(self, flight: Flight) -> Entry:
@@ -101,7 +102,7 @@ class Pipeline:
                 entry = self.store.commit(allocation, header, flight.item.salt)
         except SharedStoreMiss:
             return None
-        self.counts["hits"] += 1
+        self.totals.hits += 1
         return entry
 
     async def _fetch(self, flight: Flight) -> None:
@@ -135,7 +136,7 @@ class Pipeline:
             async with self._allocated(flight, header.tokens) as rows:
                 await fill(self.store.buffer, rows.span, source.data)
                 return self.store.commit(rows, header, salt)
-        self.counts["misses"] += 1
+        self.totals.misses += 1
         entry: Entry | None = None
         try:
             async with (
@@ -151,7 +152,7 @@ class Pipeline:
                 self.store.unpin(entry.allocation)
             raise
         assert entry is not None, "it is kept, or the reason is raised"
-        self.counts["encoded"] += 1
+        self.totals.encoded += 1
         return entry
 
     @asynccontextmanager

@@ -22,7 +22,7 @@ async def test_identical_items_in_flight_are_computed_once(monkeypatch):
     async with encoder(monkeypatch) as (made, worker):
         assert not any(await asyncio.gather(*(rows(made, item()) for _ in range(50))))
         assert len(worker.batches) == 1
-        assert (made.counts["hits"], made.counts["misses"]) == (49, 1)
+        assert (made.totals.hits, made.totals.misses) == (49, 1)
         assert await rows(made, item())
         assert len(worker.batches) == 1
 
@@ -283,7 +283,7 @@ async def test_everyone_who_waits_hears_of_a_failure_and_the_next_one_tries_agai
     async with encoder(monkeypatch, answers=lambda _: next(answers)) as (made, _):
         found = await asyncio.gather(*(rows(made, item()) for _ in range(5)), return_exceptions=True)
         assert [type(each) for each in found] == [Internal] * 5
-        assert made.counts["failed"] == 1
+        assert made.totals.failed == 1
         assert not await rows(made, item())
 
 

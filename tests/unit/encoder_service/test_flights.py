@@ -121,7 +121,7 @@ def test_one_item_is_computed_at_most_once_however_many_want_it_and_leave(count,
                     waiting[number].cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             assert sum(len(batch.pieces) for batch in worker.batches) <= 1
-            assert made.counts["encoded"] <= 1
+            assert made.totals.encoded <= 1
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         asyncio.run(play(monkeypatch))

@@ -31,8 +31,9 @@ async def test_replicas_compute_an_item_once_between_them(monkeypatch, server):
     ):
         await asyncio.gather(*(rows(each, item(n)) for n in range(3) for each in (one, two, three) for _ in range(5)))
         assert sum(len(batch.pieces) for each in (first, second, third) for batch in each.batches) == 3
-        counts = one.counts + two.counts + three.counts
-        assert (counts["encoded"], counts["misses"], counts["hits"]) == (3, 3, 42)
+        totals = [each.totals for each in (one, two, three)]
+        assert sum(each.encoded for each in totals) == sum(each.misses for each in totals) == 3
+        assert sum(each.hits for each in totals) == 42
 
 
 async def test_what_is_in_the_shared_store_is_neither_decoded_nor_computed(monkeypatch, server):
@@ -52,7 +53,7 @@ async def test_what_is_in_the_shared_store_is_neither_decoded_nor_computed(monke
         for source, salt in ((Key(header.key), "theirs"), (Key(b"x" * 32), "mine")):
             with pytest.raises(NotFound, match="no such key is in the store"):
                 await rows(two, item(source=source, salt=salt))
-        assert (decoders.jobs, worker.batches, two.counts["encoded"]) == (0, [], 0)
+        assert (decoders.jobs, worker.batches, two.totals.encoded) == (0, [], 0)
 
 
 async def test_content_that_comes_while_its_key_is_looked_for_is_used(monkeypatch, server):
@@ -77,7 +78,7 @@ async def test_rows_that_are_spoilt_on_the_way_are_computed(monkeypatch, server)
             (name,) = client.keys("twinlens:rows:*")
             client.hset(name, "0", b"\0" * (4 * LAYOUT.row_bytes + 4))
         assert not await rows(two, item())
-        assert (len(worker.batches), two.pipeline.shared_store.counts["garbage"], two.counts["hits"]) == (1, 1, 0)
+        assert (len(worker.batches), two.pipeline.shared_store.counts["garbage"], two.totals.hits) == (1, 1, 0)
 
 
 def address(number: int, key: bytes) -> Url:
@@ -142,7 +143,7 @@ async def test_a_key_that_is_nowhere_is_no_item_that_failed(monkeypatch, server)
         with pytest.raises(NotFound):
             await rows(made, item(source=Key(b"x" * 32)))
         assert not await rows(made, item(source=address(4, b"y" * 32)))
-        assert (made.counts["failed"], made.counts["encoded"]) == (0, 1)
+        assert (made.totals.failed, made.totals.encoded) == (0, 1)
 
 
 async def test_an_address_that_gives_something_else_by_then_is_told_as_that(monkeypatch, server):
