@@ -300,14 +300,15 @@ class Generator:
             check_length(len(layout.ids), ready.max_context, "input", answered=request.pooling is None)
 
     def _retain_for_session(self, request: Request, layout: PromptLayout) -> int:
-        """Records what a session's turn uses; returns the session's number, 0 for none. Ends sessions that have
-        expired."""
+        """Records what a session's turn uses. Ends sessions that have expired, this one too if they last no time.
+        Returns the session's number; 0 if there is none or it has ended."""
         session = self.sessions.use(request.salt, request.session) if request.session else None
         if session is not None:
             for span in layout.spans:
                 self.sessions.retain(session, span.header.rows_key, self._receiver.cache.item_bytes(span.header))
-        self._engine.end_sessions(self.sessions.take_ended())
-        return session.number if session else 0
+        ended = self.sessions.take_ended()
+        self._engine.end_sessions(ended)
+        return session.number if session is not None and session.number not in ended else 0
 
     def _add(
         self,

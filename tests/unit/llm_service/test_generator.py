@@ -115,7 +115,13 @@ class Prompts:
 
 
 def generator(
-    b: Bench, engine: EngineClient, tokenizer: Tokenizer = WORDLESS, *, tokens: int = 10, meters: Meters | None = None
+    b: Bench,
+    engine: EngineClient,
+    tokenizer: Tokenizer = WORDLESS,
+    *,
+    tokens: int = 10,
+    meters: Meters | None = None,
+    session_seconds: float = 60.0,
 ) -> Generator:
     return Generator(
         cast(PromptBuilder, Prompts(tokens, tokenizer)),
@@ -124,7 +130,7 @@ def generator(
         engine,
         CachedSpans(16),
         Admission(max_requests=8, max_waiting=8, max_waiting_media=8, max_waiting_tokens=1000),
-        Sessions(SessionLimits(8, 8, 60.0, 1 << 20)),
+        Sessions(SessionLimits(8, 8, session_seconds, 1 << 20)),
         meters or Meters(Metrics("test")),
         Adapters(engine, (), 1, enabled=False),
     )
@@ -210,6 +216,21 @@ async def test_who_is_handed_over_while_the_engine_is_asked_how_it_stands_is_cou
         assert ((await state).running, (await state).waiting) == (1, 1)
         ends.cancel()
         await asyncio.gather(ends, return_exceptions=True)
+
+
+async def test_an_engine_keeps_nothing_for_a_session_that_is_over_with_its_first_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It hears of the end before the request: nothing would end what it kept."""
+    async with served(monkeypatch) as (b, (child, front)):
+        await b.usable(1)
+        made = [generator(b, front, session_seconds=seconds) for seconds in (60.0, 0.0)]
+        turns = [asyncio.create_task(everything(each, replace(asked(b"picture"), session="talk"))) for each in made]
+        await eventually(lambda: len(child.told(Add)) == 2)
+        assert sorted(add.session for add in child.told(Add)) == [0, 1]
+        for turn in turns:
+            turn.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
 
 
 async def test_nothing_is_encoded_for_who_finds_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
