@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
@@ -38,6 +40,7 @@ from gateway.chat_answers import ChatAnswers
 from gateway.config import GatewayConfig
 from gateway.connection import Connection
 from gateway.embedding_calls import EmbeddingCalls
+from gateway.errors import NoRoute
 from gateway.generation import Generations, HandoverLimits
 from gateway.kept_adapters import KeptAdapters
 from gateway.meters import Meters, State
@@ -59,6 +62,15 @@ _CERTIFICATE_SECONDS = 1.0
 """From one look at the certificate's files to the next."""
 _ENDING_SECONDS = 5.0
 """For requests that are ended after the grace time to say so."""
+
+
+def _closed(routes: Sequence[Route], option: str) -> list[Route]:
+    """The same paths where an option has not opened them: nothing is there, and the error names the option."""
+
+    async def refuse(_: Request) -> Response:
+        raise NoRoute(404, f"there is something at this path only if the gateway has {option}")
+
+    return [Route(route.path, refuse, methods=["POST"]) for route in routes]
 
 
 async def serve(config: GatewayConfig) -> None:
@@ -89,6 +101,7 @@ async def serve(config: GatewayConfig) -> None:
     load = Load(services)
     kept = KeptAdapters(services, meters.adapter_change)
     adapters = Adapters(services, kept)
+    caches = Caches(services)
     operations = Operations(services, meters.metrics)
     routes = [
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
@@ -111,8 +124,8 @@ async def serve(config: GatewayConfig) -> None:
         Route("/ping", operations.ready, methods=["GET", "POST"]),  # SageMaker's, and vLLM's too
         Route("/metrics", operations.metrics, methods=["GET"]),
         Route("/version", operations.version, methods=["GET"]),
-        *(adapters.routes if config.allow_lora_updates else ()),
-        *(Caches(services).routes if config.allow_cache_resets else ()),
+        *(adapters.routes if config.allow_lora_updates else _closed(adapters.routes, "--allow-lora-updates")),
+        *(caches.routes if config.allow_cache_resets else _closed(caches.routes, "--allow-cache-resets")),
         *(Page().routes if config.page else ()),
     ]
     middleware = RequestMiddleware(Router(routes, redirect_slashes=False), config, meters)

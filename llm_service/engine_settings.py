@@ -91,9 +91,11 @@ def engine_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedMod
 
 def _adapter_settings(config: LlmConfig, checkpoint: Checkpoint, served: ServedModel) -> dict[str, Any]:
     """The slots of adapters and where they are read from: the operator's folder, or the checkpoint's own. Raises
-    CheckpointError if both are configured."""
+    CheckpointError if both are configured, or the folder is missing."""
     own = set(served.hf.adapters.values()) if served.hf is not None else set[str]()
     if not own:
+        if config.lora_dir and not Path(config.lora_dir).is_dir():
+            raise CheckpointError(f"--lora-dir {config.lora_dir} is not a folder")
         folder = config.lora_dir and str(Path(config.lora_dir).resolve())
         slots = config.max_loras if config.lora_dir else 0
         return {"lora_dir": folder, "max_loras": slots, "max_lora_rank": config.max_lora_rank}

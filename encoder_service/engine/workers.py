@@ -203,6 +203,10 @@ class Workers:
         try:
             child.send(self.settings[slot.index])
             answer = await self._first_answer(child)
+        except ChildDied as death:
+            status = (await child.post_mortem()).get("status", str(death))
+            await child.stop(grace=1.0)
+            raise WorkerError(f"a worker ended before it was ready: {status}") from None
         except BaseException:
             child.kill()
             await child.stop(grace=1.0)

@@ -215,7 +215,14 @@ class Replica:
         self.health.hear()
         if info.digest not in (self._settings.digest, self._foreign):
             self._foreign = info.digest
-            _log.warning("encoder serves another model", address=self.address, digest=info.digest)
+            _log.warning(
+                "encoder serves another model",
+                address=self.address,
+                model=info.model,
+                digest=info.digest,
+                wanted=self._settings.digest,
+                hint="the same checkpoint, processor settings and --dtype give the same digest",
+            )
         if info.digest != self._settings.digest:
             self.trouble = "it serves another model, or with other settings or another --dtype"
             return Verdict.GONE

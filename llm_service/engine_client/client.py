@@ -311,10 +311,11 @@ class EngineClient:
         except ChildDied as error:
             self.deaths += 1
             _log.error("the engine has ended", cause=str(error))
-            self._fail_start(Internal(f"the engine could not start: {error}"))
             self._lose_all()
             if found := self._defect | await child.post_mortem():
                 _log.error("post-mortem of the engine", **found)
+            status = f" ({found['status']})" if "status" in found else ""
+            self._fail_start(Internal(f"the engine could not start: {error}{status}"))
         finally:
             await child.stop()
             self._lose_all()

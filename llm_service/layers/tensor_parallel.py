@@ -58,7 +58,7 @@ class TensorGroup:
         slice(3, 6, None)
         """
         if total % self.size:
-            raise ValueError(f"{total} cannot be split over {self.size} ranks")
+            raise ValueError(f"{total} cannot be split over {self.size} ranks: --tp must divide it")
         part = total // self.size
         return slice(self.rank * part, (self.rank + 1) * part)
 
@@ -73,7 +73,9 @@ class TensorGroup:
         if not self.expert_parallel:
             return slice(0, experts), self.partition(inner)
         if experts % self.size:
-            raise ValueError(f"{experts} experts cannot be given whole to {self.size} ranks: these do not divide them")
+            raise ValueError(
+                f"{experts} experts cannot be given whole to {self.size} ranks: --tp must divide their number"
+            )
         return self.partition(experts), slice(0, inner)
 
     def vocab_partition(self, total: int) -> slice:
@@ -90,7 +92,8 @@ class TensorGroup:
         if self.size <= kv_heads:
             return self.partition(kv_heads)
         if self.size % kv_heads:
-            raise ValueError(f"{kv_heads} KV heads cannot be shared by {self.size} ranks")
+            fits = f"--tp must divide {kv_heads}, or be a multiple of it"
+            raise ValueError(f"{kv_heads} KV heads cannot be shared by {self.size} ranks: {fits}")
         head = self.rank * kv_heads // self.size
         return slice(head, head + 1)
 

@@ -154,3 +154,4 @@ def test_nobody_changes_anything_unless_that_is_allowed(services: tuple[Service,
         front = Door(running)
         for reply in (load(front, "x", "both"), unload(front, "x")):
             assert (reply.status, reply.error["code"]) == (404, "NOT_FOUND")
+            assert "only if the gateway has --allow-lora-updates" in reply.error["message"]

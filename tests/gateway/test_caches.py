@@ -55,7 +55,9 @@ def test_every_service_forgets_what_no_request_uses(services: list[Service], pat
 
 def test_nobody_does_unless_that_is_allowed(services: list[Service]) -> None:
     with gateway(services[0].address) as running:
-        assert [Door(running).post(path, b"").status for path in PATHS] == [404] * len(PATHS)
+        replies = [Door(running).post(path, b"") for path in PATHS]
+        assert [reply.status for reply in replies] == [404] * len(PATHS)
+        assert all("only if the gateway has --allow-cache-resets" in reply.error["message"] for reply in replies)
 
 
 def test_where_nobody_can_serve_there_is_nothing_to_empty() -> None:

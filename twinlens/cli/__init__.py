@@ -96,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="twinlens",
         description="Asks a Twinlens service about pictures, videos and sounds, and shows how it is doing.",
-        epilog="Exit codes: 0 done, 1 refused or failed, 2 misused, 3 no service answered, 130 interrupted.",
+        epilog="Exit codes: 0 done, 1 refused or failed, 2 misused, 3 no service answered, 4 another `twinlens batch`"
+        " writes the output, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"twinlens {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         requests.seek(0)
         left = (job for job in _jobs(requests) if job.id not in answered)
         with writable as output:
-            batch = _Batch(gateway, left, output, arguments, len(ids) - len(answered))
+            batch = _Batch(gateway, left, output, arguments, len(ids) - len(answered), len(answered))
             batch.run()
     print(batch.told(), file=sys.stderr)
     if batch.unreachable and not batch.heard:
@@ -98,6 +98,8 @@ def _jobs(lines: BinaryIO) -> Iterator[_Job]:
             continue
         try:
             job = _job(json.loads(line))
+        except UnicodeDecodeError:
+            raise ValueError(f"line {number} of the input: it is not text in UTF-8") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of the input: {error}") from error
         if job.id in seen:
@@ -267,6 +269,8 @@ class _Batch:
     output: IO[bytes]
     arguments: argparse.Namespace
     count: int
+    before: int = 0
+    """Requests that were answered by an earlier command."""
     answered: int = 0
     failed: int = 0
     tokens: list[int] = field(default_factory=lambda: [0, 0])
@@ -308,9 +312,10 @@ class _Batch:
         """How far it is."""
         prompt, generated = self.tokens
         seconds = time.monotonic() - self._began
+        earlier = f" ({self.before} more had been before)" if self.before else ""
         return (
-            f"{self.answered} of {self.count} answered, {self.failed} failed; {prompt} tokens of prompts, {generated}"
-            f" generated, in {seconds:.0f} s"
+            f"{self.answered} of {self.count} answered{earlier}, {self.failed} failed; {prompt} tokens of prompts,"
+            f" {generated} generated, in {seconds:.0f} s"
         )
 
     def _work(self) -> None:
@@ -345,7 +350,7 @@ class _Batch:
                 told = _told(response, response.read())
             except (http.client.HTTPException, OSError) as error:
                 connection.close()
-                self.unreachable = str(error) or type(error).__name__
+                self._unanswered(str(error) or type(error).__name__)
                 told = {"response": None, "error": {"code": "unreachable", "message": self.unreachable}}
                 continue
             self.heard = True
@@ -354,6 +359,13 @@ class _Batch:
             told["after"] = response.headers.get("retry-after")
         told.pop("after", None)
         return told
+
+    def _unanswered(self, why: str) -> None:
+        """Notes why there is no response; the first time, before there was any, it is shown."""
+        with self._lock:
+            first, self.unreachable = not (self.unreachable or self.heard), why
+        if first and self.arguments.attempts > 1:
+            print(f"twinlens: {self.arguments.gateway} does not answer ({why}); trying again", file=sys.stderr)
 
     @staticmethod
     def _pause(attempt: int, told: dict[str, Any]) -> float:

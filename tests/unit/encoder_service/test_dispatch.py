@@ -345,6 +345,23 @@ async def test_a_worker_is_not_hung_where_its_service_stood_still(start):
     assert unit.done.exception() is None
 
 
+async def test_how_a_worker_ended_that_was_not_ready_is_told(monkeypatch):
+    class Killed(FakeChild):
+        def send(self, message):
+            self.kill()
+
+        async def post_mortem(self) -> dict[str, str]:
+            return {"status": "killed by SIGKILL"}
+
+    async def child(*_, **__) -> FakeChild:
+        return Killed()
+
+    monkeypatch.setattr(Child, "start", child)
+    dispatcher = Dispatcher([SETTINGS], (0, 0), budget=1, max_units=1, seconds=1.0, patience=1.0, start_seconds=60.0)
+    with pytest.raises(WorkerError, match=r"^a worker ended before it was ready: killed by SIGKILL$"):
+        await dispatcher.start()
+
+
 async def test_a_worker_that_cannot_start_says_why(monkeypatch):
     class Unwilling(FakeChild):
         def send(self, message):

@@ -40,11 +40,13 @@ class Holder:
 
 
 class ScriptedEngine:
-    """One engine process, as `Child` shows it. `heard` is what it was told, `killed` whether it was."""
+    """One engine process, as `Child` shows it. `heard` is what it was told, `killed` whether it was, `ended` the status
+    after its end."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
         self.killed = False
+        self.ended = ""
         self.process = SimpleNamespace(pid=os.getpid())  # which is held up, and not frozen, where a test is slow
         self._says: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -75,7 +77,7 @@ class ScriptedEngine:
 
     async def post_mortem(self) -> dict[str, str]:
         self.killed = True
-        return {}
+        return {"status": self.ended} if self.ended else {}
 
     async def stop(self) -> None:
         pass

@@ -6,10 +6,14 @@ import dataclasses
 
 import pytest
 
+from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from common.config import load
 from encoder_service.config import EncoderConfig
 from llm_service import config
 from llm_service.config import LlmConfig
+from llm_service.engine_settings import _adapter_settings
+from llm_service.model_config.served import ServedModel
+from tests.launch import ROOT
 
 HOSTS = ["--tp=2", "--nodes=2", "--node-rank=0", "--rendezvous=h:1"]
 
@@ -76,3 +80,9 @@ def test_device_and_type_can_be_left_to_this_machine_by_the_encoder_s_word(monke
     assert made == LlmConfig(model="m")
     assert (made.chosen_device, made.dtype) == ("cpu", "auto")
     assert load(EncoderConfig, "TWINLENS_ENCODER", "", ["--model=m", *words], {}) == EncoderConfig(model="m")
+
+
+def test_a_folder_of_adapters_has_to_be_there() -> None:
+    checkpoint = Checkpoint.resolve(str(ROOT / "models" / "demo"))
+    with pytest.raises(CheckpointError, match=r"^--lora-dir /no/such is not a folder$"):
+        _adapter_settings(LlmConfig(model="models/demo", lora_dir="/no/such"), checkpoint, ServedModel.of(checkpoint))

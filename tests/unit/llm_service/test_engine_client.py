@@ -49,6 +49,16 @@ async def start(front: EngineClient) -> None:
     await asyncio.wait_for(front.start(), 180)
 
 
+async def test_how_a_first_engine_ended_is_told_to_who_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine()
+    engine.ended = "killed by SIGKILL"
+    engine.dies()
+    front = front_of(monkeypatch, engine)
+    with pytest.raises(Internal, match=r"^the engine could not start: the process has ended \(killed by SIGKILL\)$"):
+        await start(front)
+    await front.stop()
+
+
 async def test_a_first_engine_that_no_process_can_be_had_for_is_told_to_who_starts_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -165,7 +165,7 @@ def test_a_gateway_that_says_whether_a_retry_helps_is_believed(tmp_path: Path) -
     assert [sum(body["n"] == n for body in server.came) for n in said] == [1, 3, 1, 3]
 
 
-def test_a_command_that_was_ended_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_command_that_was_ended_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted, out = written(tmp_path / "in", *(line(number) for number in range(4))), tmp_path / "out"
     with gateway(lambda body, count: (500, {}, {}) if body["n"] == 2 else fine(body, count)) as server:
         assert main(["batch", wanted, str(out), "--gateway", server.url]) == 1
@@ -175,6 +175,7 @@ def test_a_command_that_was_ended_goes_on_where_it_stopped(tmp_path: Path) -> No
     with gateway(fine) as server:
         assert main(["batch", wanted, str(out), "--gateway", server.url]) == 0
     assert sorted(body["n"] for body in server.came) == [1, 2]
+    assert "2 of 2 answered (2 more had been before), 0 failed" in capsys.readouterr().err
     assert {id: each["response"]["status_code"] for id, each in answers(out).items()} == dict.fromkeys("0123", 200)
 
 
@@ -201,6 +202,12 @@ def test_a_file_that_cannot_be_sent_is_refused_before_anything_is(
         assert main(["batch", *given]) == 2
     assert server.came == []
     assert says in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (picture := tmp_path / "in").write_bytes(b"\x89PNG\r\n")
+    assert main(["batch", str(picture), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "twinlens: line 1 of the input: it is not text in UTF-8\n"
 
 
 @pytest.mark.parametrize(
@@ -406,12 +413,17 @@ def test_a_gateway_with_a_numbered_address_and_no_port_is_at_that_of_its_scheme(
     assert (connection.host, connection.port) == ("2001:db8::5", port)
 
 
-def test_where_no_gateway_answers_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_gateway_answers_it_says_so_at_once_and_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch._Batch, "_pause", staticmethod(lambda *_: 0.0))
     with gateway(fine) as server:
         nowhere = server.url
-    given = ["--gateway", nowhere, "--attempts", "1"]
+    given = ["--gateway", nowhere, "--attempts", "3"]
     assert main(["batch", written(tmp_path / "in", line(1)), str(tmp_path / "out"), *given]) == 3
-    assert f"no gateway answers at {nowhere}" in capsys.readouterr().err
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == f"twinlens: {nowhere} does not answer ([Errno 111] Connection refused); trying again"
+    assert last.startswith(f"twinlens: no gateway answers at {nowhere}")
     assert answers(tmp_path / "out")["1"]["error"]["code"] == "unreachable"
 
 
