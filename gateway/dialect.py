@@ -1,8 +1,9 @@
-"""The API that a path belongs to: the format of its errors, and how callers send their token."""
+"""The API that a request belongs to: the format of its errors, and how callers send their token."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from pydantic_core import to_json
@@ -11,6 +12,9 @@ from common.errors import TwinlensError
 from gateway.errors import LONGEST, NOT_SERVED, TOO_LONG, body_of, status_of
 
 _MESSAGES = "/v1/messages"
+_SHARED = "/v1/models"
+"""A path of both APIs: callers of Anthropic's send its version."""
+_VERSION = b"anthropic-version"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -71,6 +75,11 @@ _OPENAI: Final = OpenAI()
 _ANTHROPIC: Final = Anthropic()
 
 
-def dialect_of(path: str) -> OpenAI:
-    """The API that a path is of."""
-    return _ANTHROPIC if path == _MESSAGES or path.startswith(f"{_MESSAGES}/") else _OPENAI
+def dialect_of(path: str, headers: Mapping[bytes, str] = MappingProxyType({})) -> OpenAI:
+    """The API that a request is of."""
+    anthropic = _is_below(_MESSAGES, path) or (_VERSION in headers and _is_below(_SHARED, path))
+    return _ANTHROPIC if anthropic else _OPENAI
+
+
+def _is_below(folder: str, path: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")

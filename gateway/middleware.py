@@ -82,7 +82,7 @@ class RequestMiddleware:
             stated if _ID.fullmatch(stated) else uuid.uuid4().hex,
             _trace_context(headers),
             BodyLease(self.body_budget),
-            dialect_of(scope["path"]),
+            dialect_of(scope["path"], headers),
         )
         scope.update({"app": self, SCOPE_KEY: context})
         if scope["path"] == "/" or scope["path"].startswith(_OPEN):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -41,7 +42,9 @@ class Models:
             raise Unavailable("no LLM service is available", reason="NO_LLM_SERVICE")
         models = [self._model(name, info) for name, info in self._services.models.items()]
         adapters = [self._adapter(name, info) for name, info in self._services.adapters.items()]
-        return json_answer({"object": "list", "data": [*models, *adapters]})
+        listed = [_told(each, request) for each in (*models, *adapters)]
+        pages = {"has_more": False, "first_id": listed[0]["id"], "last_id": listed[-1]["id"]}
+        return json_answer({"object": "list", "data": listed, **(pages if _is_anthropics(request) else {})})
 
     async def one(self, request: Request) -> Response:
         """One model. Raises NoRoute if none is named, else as `LlmServices.pick`."""
@@ -50,11 +53,11 @@ class Models:
         if not name:
             raise NoRoute(404, "there is nothing at this path; /v1/models lists the models")
         if (base := self._services.adapters.get(name)) is not None:
-            return json_answer(self._adapter(name, base))
+            return json_answer(_told(self._adapter(name, base), request))
         info = self._services.models.get(name)
         if info is None:
             raise self._services.lack(name)
-        return json_answer(self._model(name, info))
+        return json_answer(_told(self._model(name, info), request))
 
     def _model(self, name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
         return {
@@ -71,6 +74,26 @@ class Models:
     def _adapter(self, name: str, info: llm_pb2.LlmServiceGetInfoResponse) -> dict[str, Any]:
         """As vLLM tells of one: a model of its own, with the one that it was trained over as its parent."""
         return {**self._model(name, info), "parent": info.model}
+
+
+def _is_anthropics(request: Request) -> bool:
+    return "anthropic-version" in request.headers
+
+
+def _told(model: dict[str, Any], request: Request) -> dict[str, Any]:
+    """A model, for callers of Anthropic's API with its fields as well."""
+    if not _is_anthropics(request):
+        return model
+    created = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
+    context = {"max_input_tokens": model["max_model_len"], "max_tokens": model["max_model_len"]}
+    return {
+        **model,
+        "type": "model",
+        "display_name": model["id"],
+        "created_at": created,
+        "lifecycle": "active",
+        **context,
+    }
 
 
 def _embeddings(told: llm_pb2.Embeddings) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 from collections.abc import Iterator
+from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -711,6 +712,10 @@ def test_an_api_key_counts_as_a_token_does(tmp_path: Path) -> None:
             with connected(door, **options) as client:
                 assert client.messages.create(**ASK).stop_reason == "end_turn"
                 assert client.messages.count_tokens(model="demo", messages=ASK["messages"]).input_tokens == 1
+                assert [model.id for model in client.models.list()] == ["demo"]
+        with connected(door, api_key="third") as client, pytest.raises(AuthenticationError) as caught:
+            client.models.list()
+        assert caught.value.type == "authentication_error"
         with connected(door, api_key="third") as client, pytest.raises(AuthenticationError) as caught:
             client.messages.create(**ASK)
         assert caught.value.type == "authentication_error"
@@ -719,3 +724,17 @@ def test_an_api_key_counts_as_a_token_does(tmp_path: Path) -> None:
         assert door.post(PATH, body, {"x-api-key": "third", "authorization": "Bearer third"}).status == 401
         elsewhere = door.post("/v1/chat/completions", {"messages": [said("x")]}, {"x-api-key": "first"})
         assert elsewhere.status == 401
+        for path in ("/v1/models", "/v1/models/demo", "/v1/modelsx"):
+            assert door.get(path, {"x-api-key": "first"}).status == 401
+
+
+def test_models_are_told_as_anthropic_has_them(door: Trio) -> None:
+    with connected(door) as client:
+        (listed,), one = client.models.list(), client.models.retrieve(door.model)
+    assert listed == one
+    assert (one.id, one.display_name, one.type, one.created_at.tzinfo) == (door.model, door.model, "model", UTC)
+    assert one.max_input_tokens == door.services.text.get_info().context_tokens
+    page = json.loads(door.get("/v1/models", {"anthropic-version": "2023-06-01"}).body)
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, door.model, door.model)
+    error = door.get("/v1/models/none", {"anthropic-version": "2023-06-01"})
+    assert (error.status, json.loads(error.body)["error"]["type"]) == (404, "not_found_error")
