@@ -38,21 +38,36 @@ def choose(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.devic
     raise AssertionError("torch computes everywhere")
 
 
+@torch.inference_mode()
 def runs(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a back end computes a token and a prompt of two tokens over a cache of one block: a package, a driver or
-    a compiler may be too old, or missing."""
-    small = dataclasses.replace(shape, layers=1, blocks=0)
+    """Whether a back end computes a prompt, and a token behind it, as torch does: a package, a driver or a compiler may
+    be too old, or missing, or make wrong code of a kernel."""
+    blocks = -(-(_TRIED + 1) // shape.block_size)
+    small = dataclasses.replace(shape, layers=1, blocks=blocks)
+    noise, apart = torch.Generator(device).manual_seed(0), list[float]()
     try:
         backend = _BACKENDS[name](small, dtype, device)
         assert not isinstance(backend, str)
-        cache = small.new_cache(dtype, device)[0]
-        for count in (1, 2):
-            batch = backend.batch([PagedChunk(0, count, [0] * -(-count // shape.block_size))])
-            batch.attend(*small.zeros(count, dtype, device), cache).sum().item()
+        plain = TorchBackend(small, device)
+        ours, theirs = (small.new_cache(dtype, device)[0] for _ in range(2))
+        for context, count in ((0, _TRIED), (_TRIED, 1)):
+            chunks = [PagedChunk(context, count, [*range(blocks)])]
+            query, key, value = (each.normal_(generator=noise) for each in small.zeros(count, dtype, device))
+            found = backend.batch(chunks).attend(query, key, value, ours).float()
+            expected = plain.batch(chunks).attend(query, key, value, theirs).float()
+            apart.append(float((found - expected).norm() / expected.norm()))
     except Exception as error:  # noqa: BLE001 - whatever it fails with, the next one may do
         _log.warning("an attention back end does not run here", backend=name, cause=str(error)[:500])
         return False
-    return True
+    if not (right := all(each < _APART for each in apart)):
+        _log.warning("an attention back end computes wrong results", backend=name, apart=apart)
+    return right
+
+
+_TRIED = 150
+"""Tokens of a trial's prompt: several tiles of queries, and several parts of a context."""
+_APART = 0.05
+"""How far results may be from torch's, by their length: bfloat16 has eight bits."""
 
 
 def _torch(shape: CacheShape, _: torch.dtype, device: torch.device) -> AttentionBackend | str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from llm_service.layers.gdn.backend import GdnBackend, GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.torch_backend import TorchBackend
-from llm_service.layers.recurrent.choose import best_of, gets_through
+from llm_service.layers.recurrent.choose import TRIED, best_of, gets_through, noise
 
 
 def choose(shape: GdnShape, dtype: torch.dtype, device: torch.device) -> GdnBackend:
@@ -39,11 +40,9 @@ def choose(shape: GdnShape, dtype: torch.dtype, device: torch.device) -> GdnBack
 
 def runs(backend: GdnBackend, shape: GdnShape, dtype: torch.dtype, device: torch.device) -> bool:
     """See `gets_through`."""
-    heads, cache = shape.value_heads, shape.state(dtype).new_cache(2, device)
-
-    def zeros(*size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, device=device)
-
-    weights = GdnWeights(zeros(shape.channels, shape.width), zeros(heads), zeros(heads), zeros(shape.value_dim), 1e-6)
-    given = GdnInput(zeros(3, shape.channels), zeros(3, shape.values), zeros(3, heads), zeros(3, heads))
-    return gets_through("gated delta nets", backend, given, weights, cache)
+    heads, made = shape.value_heads, partial(noise, device=device, dtype=dtype)
+    conv, gain = made(shape.channels, shape.width, scale=0.5), 1 + made(shape.value_dim, scale=0.1)
+    weights = GdnWeights(conv, made(heads), made(heads), gain, 1e-6)
+    given = GdnInput(made(TRIED, shape.channels), made(TRIED, shape.values), made(TRIED, heads), made(TRIED, heads))
+    new_cache = partial(shape.state(dtype).new_cache, 2, device)
+    return gets_through("gated delta nets", backend, TorchBackend(shape, device), given, weights, new_cache)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from llm_service.layers.kda.backend import KdaBackend, KdaInput, KdaShape, KdaWeights
 from llm_service.layers.kda.torch_backend import TorchBackend
-from llm_service.layers.recurrent.choose import best_of, gets_through
+from llm_service.layers.recurrent.choose import TRIED, best_of, gets_through, noise
 
 
 def choose(shape: KdaShape, dtype: torch.dtype, device: torch.device) -> KdaBackend:
@@ -35,13 +36,10 @@ def choose(shape: KdaShape, dtype: torch.dtype, device: torch.device) -> KdaBack
 
 def runs(backend: KdaBackend, shape: KdaShape, dtype: torch.dtype, device: torch.device) -> bool:
     """See `gets_through`."""
-    cache = shape.state(dtype).new_cache(2, device)
-
-    def zeros(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, device=device)
-
-    long = torch.float32
-    of_channels = zeros(shape.channels, shape.width, dtype=long), zeros(shape.heads, dtype=long)
-    weights = KdaWeights(*of_channels, zeros(shape.values, dtype=long), zeros(shape.head_dim, dtype=long), 1e-5, -5.0)
-    given = KdaInput(zeros(3, shape.channels), zeros(3, shape.values), zeros(3, shape.values), zeros(3, shape.heads))
-    return gets_through("KDA", backend, given, weights, cache)
+    made, long = (partial(noise, device=device, dtype=each) for each in (dtype, torch.float32))
+    conv, gain = long(shape.channels, shape.width, scale=0.5), 1 + long(shape.head_dim, scale=0.1)
+    weights = KdaWeights(conv, long(shape.heads), long(shape.values), gain, 1e-5, -5.0)
+    sizes = shape.channels, shape.values, shape.values, shape.heads
+    given = KdaInput(*(made(TRIED, size) for size in sizes))
+    new_cache = partial(shape.state(dtype).new_cache, 2, device)
+    return gets_through("KDA", backend, TorchBackend(shape, device), given, weights, new_cache)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from llm_service.layers.mamba2.backend import Mamba2Backend, Mamba2Input, Mamba2Shape, Mamba2Weights
 from llm_service.layers.mamba2.torch_backend import TorchBackend
-from llm_service.layers.recurrent.choose import best_of, gets_through
+from llm_service.layers.recurrent.choose import TRIED, best_of, gets_through, noise
 
 
 def choose(shape: Mamba2Shape, dtype: torch.dtype, device: torch.device) -> Mamba2Backend:
@@ -35,13 +36,10 @@ def choose(shape: Mamba2Shape, dtype: torch.dtype, device: torch.device) -> Mamb
 
 def runs(backend: Mamba2Backend, shape: Mamba2Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """See `gets_through`."""
-    cache = shape.state(dtype).new_cache(2, device)
-
-    def zeros(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, device=device)
-
-    of_head = zeros(shape.heads, dtype=torch.float32)
-    conv, bias = zeros(shape.channels, shape.width), zeros(shape.channels)
-    weights = Mamba2Weights(conv, bias, of_head, of_head, of_head, zeros(shape.values), 1e-5)
-    given = Mamba2Input(zeros(3, shape.values), zeros(3, shape.channels), zeros(3, shape.heads))
-    return gets_through("Mamba-2", backend, given, weights, cache)
+    made, long = (partial(noise, device=device, dtype=each) for each in (dtype, torch.float32))
+    of_head, conv = long(shape.heads), made(shape.channels, shape.width, scale=0.5)
+    gain = 1 + made(shape.values, scale=0.1)
+    weights = Mamba2Weights(conv, made(shape.channels), of_head, of_head, of_head, gain, 1e-5)
+    given = Mamba2Input(made(TRIED, shape.values), made(TRIED, shape.channels), made(TRIED, shape.heads))
+    new_cache = partial(shape.state(dtype).new_cache, 2, device)
+    return gets_through("Mamba-2", backend, TorchBackend(shape, device), given, weights, new_cache)

@@ -18,7 +18,8 @@ from llm_service.layers.attention.choose import choose, runs
 from llm_service.layers.attention.metadata import AttentionMetadata, WorkList
 from llm_service.layers.attention.triton_backend import TritonBackend, TritonBatch
 from llm_service.layers.cpu import selection
-from testkit.attention_cases import CAPPED, CPU, WAYS, Case, shape_of
+from llm_service.settings import CacheDtype
+from testkit.attention_cases import CAPPED, CPU, WAYS, Case, latents_of, shape_of
 from testkit.plain_attention import paged_attention
 
 
@@ -141,4 +142,29 @@ def test_one_that_fails_in_any_way_does_not(where: str, monkeypatch: pytest.Monk
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(TritonBackend if where == "batch" else TritonBatch, where, fails)
+    assert not runs("triton", CacheShape(2, 100, 16, 4, 2, 64), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("kept", CacheDtype)
+@pytest.mark.parametrize("kind", [AttentionKind(), AttentionKind(Sight(window=9)), CAPPED], ids=["all", "near", "cap"])
+def test_a_back_end_passes_for_whatever_it_is_made_for(kind: AttentionKind, kept: CacheDtype) -> None:
+    assert runs("triton", CacheShape(2, 100, 16, 4, 2, 64, kind, kept=kept), torch.float32, CPU)
+
+
+def test_latents_pass() -> None:
+    assert runs("triton", latents_of(), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("count", [1, 150], ids=["a token", "a prompt"])
+def test_one_whose_numbers_are_wrong_does_not(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a compiler makes wrong code of a kernel for one kind of GPU."""
+    attend = TritonBatch.attend
+
+    def wrong(self: TritonBatch, query: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        out = attend(self, query, *given)
+        if len(query) == count:
+            out[-1, 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(TritonBatch, "attend", wrong)
     assert not runs("triton", CacheShape(2, 100, 16, 4, 2, 64), torch.float32, CPU)
