@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from gateway.api.tokenize import Tokenizer
 from gateway.chat_answers import ChatAnswers
 from gateway.convert import conversation, prompt_inputs
 from gateway.dialect import dialect_of
+from gateway.errors import TooLarge
 from gateway.prompt_turns import PromptBatches, PromptTurns
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
 from twinlens.v1 import llm_pb2
@@ -97,3 +98,21 @@ async def test_a_large_body_is_made_a_request_of_in_a_thread(
     assert told.status_code == 200
     assert makers
     assert (threading.main_thread() in makers) != large
+
+
+def test_a_prompt_alone_is_not_measured_and_several_are_together() -> None:
+    measured = []
+
+    class Sized:
+        def ByteSize(self) -> int:
+            measured.append(self)
+            return 2
+
+    one, two, three = (cast(llm_pb2.EmbedRequest, Sized()) for _ in range(3))
+    assert list(prompt_inputs.within(1, [one])) == [one]
+    assert measured == []
+    taken = prompt_inputs.within(5, [one, two, three])
+    assert [next(taken), next(taken)] == [one, two]
+    with pytest.raises(TooLarge):
+        next(taken)
+    assert measured == [one, two, three]
