@@ -192,8 +192,7 @@ class BlockManager:
 
     def _retain(self, table: BlockTable, identity: bytes) -> None:
         """Keeps the block that is found by this identity, which may be another sequence's, for the table's session."""
-        number = self._by_identity.get(identity)
-        if not table.session or number is None:
+        if not table.session or (number := self._by_identity.get(identity)) is None:
             return
         self._retained.want(number, table.session, table.tenant)
         if number in self._free:

@@ -114,6 +114,16 @@ class Prompt:
         """Rows of its longest run."""
         return max((run.count for run in self.runs), default=0)
 
+    def place(self, places: list[tuple[int, int]]) -> None:
+        """Gives every item a place in the arena: (offset, rows that have arrived there)."""
+        for item, (offset, rows) in zip(self.items, places, strict=True):
+            item.place(offset, rows)
+
+    def displace(self) -> None:
+        """No item has a place any more."""
+        for item in self.items:
+            item.displace()
+
     def lacks_rows(self, begin: int) -> bool:
         """Whether an item has no place in the arena though some of its rows stand at `begin` or after it."""
         return any(item.offset == NOWHERE and any(run.end > begin for run in item.runs) for item in self.items)

@@ -68,8 +68,7 @@ class Queues:
         prompt = sequence.prompt
         if any(choice.num_computed_tokens < prompt.media_end for choice in self.requests[sequence.id]):
             return False
-        for item in prompt.items:
-            item.displace()
+        prompt.displace()
         return True
 
     def displace(self, sequence: Sequence) -> bool:
@@ -80,8 +79,7 @@ class Queues:
             return False
         for choice in choices:
             choice.wait_for_placement()
-        for item in sequence.prompt.items:
-            item.displace()
+        sequence.prompt.displace()
         return True
 
     def next_deadline(self) -> float | None:

@@ -92,17 +92,18 @@ class Scheduler:
 
     def landed(self, id: int, item: int, rows: int) -> None:
         """The first `rows` rows of an item are in the arena."""
-        sequences = self._queues.requests.get(id, [])
+        if (sequences := self._queues.requests.get(id)) is None:
+            return
+        sequences[0].prompt.items[item].land(rows)
         for sequence in sequences:
             sequence.rows_landed()
-        for sequence in sequences[:1]:  # they share their items
-            sequence.prompt.items[item].land(rows)
 
     def placed(self, id: int, places: list[tuple[int, int]]) -> None:
         """Every item of a request has its place in the row arena: (offset, rows that have arrived there)."""
-        for sequence in self._queues.requests.get(id, ()):
-            for item, (offset, rows) in zip(sequence.prompt.items, places, strict=True):
-                item.place(offset, rows)
+        if (sequences := self._queues.requests.get(id)) is None:
+            return
+        sequences[0].prompt.place(places)
+        for sequence in sequences:
             sequence.items_placed()
 
     def prompt_logprobs_taken(self, id: int, before: int) -> None:
