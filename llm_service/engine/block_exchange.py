@@ -56,14 +56,14 @@ class BlockExchange:
 
     def _await(self, message: AwaitBlocks) -> None:
         """Reserves places for arriving blocks."""
-        places = self._blocks.host.set_aside(len(message.identities))
+        places = self._blocks.host.reserve(len(message.identities))
         self._awaited[message.id] = message.identities[: len(places)], places
         self._answer_behind(BlocksAnswer(id=message.id, places=places))
 
     def _arrived(self, message: BlocksArrived) -> None:
         """Makes the arrived blocks findable, and frees the other places."""
         identities, places = self._awaited.pop(message.id, ([], []))
-        self._blocks.host.filled(identities[: message.count], places)
+        self._blocks.host.commit(identities[: message.count], places)
 
     def _answer_behind(self, answer: BlocksAnswer) -> None:
         """Answers when the copies to these places have been made, and copies from them that may be under way have

@@ -176,7 +176,7 @@ class BlockManager:
             table.slot = self._states.take()
             table.source = -1 if source == table.slot else source
         on_host = {identity: at for at, identity in enumerate(identities) if identity not in self._by_identity}
-        self.host.need(on_host)
+        self.host.pin(on_host)
         for identity in identities:  # so that loading below does not evict them
             if identity in self._by_identity:
                 self._hold(self._blocks[self._by_identity[identity]])

@@ -28,25 +28,25 @@ class HostBlocks:
         self._free = list(range(count))
         self._offloads: list[tuple[int, int]] = []
         self._loads: dict[int, int] = {}
-        self._needed: dict[bytes, int] = {}
+        self._pinned: dict[bytes, int] = {}
         self._lent: Counter[bytes] = Counter()
-        self._set_aside: set[int] = set()
+        self._reserved: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._needed)
+        return len(self._places) + len(self._pinned)
 
     def __contains__(self, identity: bytes) -> bool:
-        return identity in self._places or identity in self._needed
+        return identity in self._places or identity in self._pinned
 
-    def need(self, identities: Iterable[bytes]) -> None:
+    def pin(self, identities: Iterable[bytes]) -> None:
         """These blocks will be loaded in the next step, and are not evicted before."""
         for identity in identities:
-            if identity not in self._needed:
-                self._needed[identity] = self._places.pop(identity)
+            if identity not in self._pinned:
+                self._pinned[identity] = self._places.pop(identity)
 
     def offload(self, identity: bytes, block: int) -> None:
         """A computed block is about to be evicted from the device: keeps its content if there is room."""
-        if identity in self._needed:
+        if identity in self._pinned:
             return
         if identity in self._places:
             self._places.move_to_end(identity)
@@ -58,15 +58,15 @@ class HostBlocks:
             self.offloaded += 1
 
     def load(self, identity: bytes, block: int) -> None:
-        """Loads a block that `need` was called for into a device block. If other content was to be loaded there, that
-        is not needed any more."""
-        self._loads[block] = self._needed[identity]
+        """Loads a pinned block into a device block. If other content was to be loaded there, that is not needed any
+        more."""
+        self._loads[block] = self._pinned[identity]
         self.loaded += 1
 
     def lend(self, identity: bytes) -> int | None:
         """The place of a block, None if it has none. The block stays there until it is given back as often as it was
         lent."""
-        place = self._places.get(identity, self._needed.get(identity))
+        place = self._places.get(identity, self._pinned.get(identity))
         if place is not None:
             self._lent[identity] += 1
         return place
@@ -78,20 +78,20 @@ class HostBlocks:
             if not self._lent[identity]:
                 del self._lent[identity]
 
-    def set_aside(self, count: int) -> list[int]:
+    def reserve(self, count: int) -> list[int]:
         """Reserves places for up to `count` blocks from elsewhere, at most half of all places. The writer must wait for
         copies from these places that are under way."""
         places: list[int] = []
-        while len(places) < count and len(self._set_aside) < (self.total + 1) // 2:
+        while len(places) < count and len(self._reserved) < (self.total + 1) // 2:
             if (place := self._take()) is None:
                 break
             places.append(place)
-            self._set_aside.add(place)
+            self._reserved.add(place)
         return places
 
-    def filled(self, identities: Seq[bytes], places: Seq[int]) -> None:
+    def commit(self, identities: Seq[bytes], places: Seq[int]) -> None:
         """The first of these reserved places now hold blocks with these identities; the others are free again."""
-        self._set_aside.difference_update(places)
+        self._reserved.difference_update(places)
         for identity, place in zip(identities, places, strict=False):
             if identity in self:  # computed here meanwhile
                 self._free.append(place)
@@ -109,12 +109,12 @@ class HostBlocks:
         copies back."""
         offloads, loads = self.take_offloads(), [(place, block) for block, place in self._loads.items()]
         self._loads = {}
-        self._places.update(self._needed)
-        self._needed.clear()
+        self._places.update(self._pinned)
+        self._pinned.clear()
         return offloads, loads
 
     def flush(self) -> list[bytes]:
-        """Forgets all blocks but those needed or lent, and returns their identities. Their pending copies do no harm:
+        """Forgets all blocks but those pinned or lent, and returns their identities. Their pending copies do no harm:
         later copies to the same places come after them."""
         gone = [identity for identity in self._places if identity not in self._lent]
         self._free += map(self._places.pop, gone)
@@ -133,8 +133,8 @@ class HostBlocks:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a place is lost or has two owners."""
-        taken = [*self._places.values(), *self._needed.values(), *self._set_aside]
+        taken = [*self._places.values(), *self._pinned.values(), *self._reserved]
         assert sorted([*self._free, *taken]) == list(range(self.total)), "a place of the host is lost"
-        assert not self._needed.keys() & self._places.keys(), "a block has two places"
-        assert set(self._loads.values()) <= set(self._needed.values()), "a place was taken"
+        assert not self._pinned.keys() & self._places.keys(), "a block has two places"
+        assert set(self._loads.values()) <= set(self._pinned.values()), "a place was taken"
         assert all(identity in self for identity in self._lent), "what is lent was given away"

@@ -82,7 +82,7 @@ class Device:
 
     def expect(self, name: str, count: int) -> None:
         """The front begins to write blocks of a prompt."""
-        places = self.manager.host.set_aside(count)
+        places = self.manager.host.reserve(count)
         self.awaited.append((chain(name, count), places))
         self.copy_out()
         for identity, place in zip(chain(name, count), places, strict=False):
@@ -92,7 +92,7 @@ class Device:
         """So many of the oldest have come."""
         if self.awaited:
             identities, places = self.awaited.pop(0)
-            self.manager.host.filled(identities[: min(count, len(places))], places)
+            self.manager.host.commit(identities[: min(count, len(places))], places)
 
     def end(self) -> None:
         if self.tables:
@@ -166,7 +166,7 @@ def test_the_host_gives_up_what_was_longest_unused_but_nothing_that_is_needed() 
     host.offload(b"a", 2)
     host.offload(b"c", 3)
     assert [name in host for name in (b"a", b"b", b"c")] == [True, False, True]
-    host.need([b"a", b"c"])
+    host.pin([b"a", b"c"])
     host.offload(b"d", 4)
     assert b"d" not in host
     assert host.flush() == []
@@ -195,7 +195,7 @@ def test_what_is_needed_is_not_looked_through_for_each_block_that_makes_way(othe
     names = [LookedUp(b"%d" % n) for n in range(count + others)]
     for number, name in enumerate(names):
         host.offload(name, number)
-    host.need(names[:count])
+    host.pin(names[:count])
     LookedUp.times = 0
     for number, name in enumerate(names[:count]):
         host.offload(b"another %d" % number, number)
