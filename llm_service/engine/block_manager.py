@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from llm_service.engine.block_events import BlockObserver, Describe
 from llm_service.engine.host_blocks import HostBlocks
 from llm_service.engine.retained_blocks import RetainedBlocks
-from llm_service.engine.state_slots import Place, StateSlots
+from llm_service.engine.state_slots import SnapshotPlace, StateSlots
 from llm_service.plan import Appended
 
 
@@ -57,7 +57,7 @@ class Reserved:
 
     index: int
     ticket: int
-    place: Place
+    place: SnapshotPlace
 
 
 class BlockManager:
@@ -269,7 +269,7 @@ class BlockManager:
         earlier = (table.identities[n] for n in range(index - 1, -1, -1))
         tokens = (index + 1) * self.block_size
         kept = self._states.keep(reserved.ticket, identity, tokens, reserved.place, earlier)
-        if kept and reserved.place is Place.ANSWER:
+        if kept and reserved.place is SnapshotPlace.ANSWER:
             self._states.forget(table.rolling, unless_used=True)
             table.rolling = identity
 
@@ -346,13 +346,13 @@ class BlockManager:
             self._spares -= 1
             table.spare = -1
 
-    def snapshot(self, table: BlockTable, index: int, identity: bytes | None, place: Place) -> int | None:
+    def snapshot(self, table: BlockTable, index: int, identity: bytes | None, place: SnapshotPlace) -> int | None:
         """Reserves a slot for a snapshot of the state behind block number `index`, which the next step computes. None
         if that snapshot exists or there is no room. An answer's snapshot has no identity yet, and is replaced by the
         next one of the sequence."""
         if not self.keeps_snapshots or identity in self._states:
             return None
-        if place is Place.ANSWER:
+        if place is SnapshotPlace.ANSWER:
             self._states.forget(table.rolling, unless_used=True)
         before = self._states.tokens(self._states.last_of(reversed(table.identities[:index])))
         if table.reserved:

@@ -10,7 +10,7 @@ import numpy as np
 from llm_service.engine.block_identity import KeyedRun, block_identity, root_identity
 from llm_service.engine.messages import NOWHERE, Add, ItemRows
 from llm_service.engine.prompt_identities import keyed_runs, prompt_root, with_texts_apart
-from llm_service.engine.state_slots import Place
+from llm_service.engine.state_slots import SnapshotPlace
 from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 from llm_service.request import MediaRun
 
@@ -167,7 +167,7 @@ class Prompt:
         """`place`, or the beginning of the run of media rows that it is inside of."""
         return next((run.begin for run in self.runs if run.begin < place < run.end), place)
 
-    def branches(self, multiple: int, turn_ends: tuple[int, ...]) -> dict[int, Place]:
+    def branches(self, multiple: int, turn_ends: tuple[int, ...]) -> dict[int, SnapshotPlace]:
         """Positions where other prompts may branch off, each the last multiple before a branch: the ends of media and
         of turns, the system prompt's included. Of many turns only the first and the last count, since each takes a
         slot."""
@@ -175,5 +175,5 @@ class Prompt:
             turns = (np.flatnonzero(np.isin(self.tokens, turn_ends)) + 1).tolist()
             media = [max(run.end for run in item.runs) for item in self.items if item.runs]
             self._ends = sorted({end // multiple * multiple for end in (*turns, *media)})
-        found = dict.fromkeys(self._ends[-_LAST_BRANCHES:], Place.TURN)
-        return found | dict.fromkeys(self._ends[:_FIRST_BRANCHES], Place.OPENING)
+        found = dict.fromkeys(self._ends[-_LAST_BRANCHES:], SnapshotPlace.TURN)
+        return found | dict.fromkeys(self._ends[:_FIRST_BRANCHES], SnapshotPlace.OPENING)

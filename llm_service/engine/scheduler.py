@@ -24,7 +24,7 @@ from llm_service.engine.notices import NoticeQueue, Notices, StepOutput
 from llm_service.engine.planner import Drafter, Planner, Schedule, by_look_up, by_proposal
 from llm_service.engine.queues import Queues
 from llm_service.engine.sequence import Sequence
-from llm_service.engine.state_slots import Place
+from llm_service.engine.state_slots import SnapshotPlace
 from llm_service.engine.step_cap import StepCap
 from llm_service.engine.step_pace import StepPace
 from llm_service.plan import StateCopies, StepAdapters, StepResult
@@ -213,10 +213,10 @@ class Scheduler:
                 and begin >= sequence.prompt_tokens
                 and end % self.blocks.snapshot_multiple == 0
             ):
-                places[end] = Place.ANSWER  # at its end the next turn begins
+                places[end] = SnapshotPlace.ANSWER  # at its end the next turn begins
             for tokens, place in places.items():
                 index = tokens // size - 1
-                identity = None if place is Place.ANSWER else sequence.block_identity(index, size)
+                identity = None if place is SnapshotPlace.ANSWER else sequence.block_identity(index, size)
                 slot = self.blocks.snapshot(sequence.table, index, identity, place)
                 if slot is not None and tokens == end:
                     copies.after.append((sequence.table.slot, slot))

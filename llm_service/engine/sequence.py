@@ -18,7 +18,7 @@ from llm_service.engine.limits import SchedulerLimits
 from llm_service.engine.matchers import Matcher
 from llm_service.engine.messages import Add
 from llm_service.engine.prompt import Prompt
-from llm_service.engine.state_slots import Place
+from llm_service.engine.state_slots import SnapshotPlace
 from llm_service.request import Pooling, SamplingParams
 from llm_service.token_masks import both, leaves_any
 
@@ -112,7 +112,7 @@ class Sequence:
     _pooled: np.ndarray | None = None
     """float64 [hidden]: the sum of hidden states since it was started last."""
     _waits_for: WaitReason | None = None
-    _branches: dict[int, Place] = field(default_factory=dict)
+    _branches: dict[int, SnapshotPlace] = field(default_factory=dict)
     """Positions where states are kept for other sequences, in ascending order."""
 
     @classmethod
@@ -248,12 +248,12 @@ class Sequence:
         """Finds the positions where others may continue from this sequence's state, each the last multiple before a
         branch: where another sequence left the first `shared` tokens, at branches of the prompt, and at the end. Called
         before it starts."""
-        found = {(len(self.tokens) - 1) // multiple * multiple: Place.END}
+        found = {(len(self.tokens) - 1) // multiple * multiple: SnapshotPlace.END}
         found |= self.prompt.branches(multiple, self.turn_ends)
-        found[shared // multiple * multiple] = Place.BRANCH
+        found[shared // multiple * multiple] = SnapshotPlace.BRANCH
         self._branches = dict(sorted(found.items()))
 
-    def branches(self, begin: int, end: int) -> dict[int, Place]:
+    def branches(self, begin: int, end: int) -> dict[int, SnapshotPlace]:
         """The branches in (begin, end], in ascending order."""
         return {branch: place for branch, place in self._branches.items() if begin < branch <= end}
 

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from itertools import count
 
 
-class Place(Enum):
+class SnapshotPlace(Enum):
     """The position of a snapshot in its sequence."""
 
     ANSWER = auto()
@@ -26,10 +26,16 @@ class Place(Enum):
     """Where another prompt was seen to differ."""
 
 
-_Kind = tuple[Place, int]
+_Kind = tuple[SnapshotPlace, int]
 """A place, and how often sequences began with the snapshot, up to `_MANY`."""
 _MANY = 3
-_EXPECTED = {Place.ANSWER: 1.0, Place.OPENING: 1.0, Place.BRANCH: 1.0, Place.TURN: 0.2, Place.END: 0.2}
+_EXPECTED = {
+    SnapshotPlace.ANSWER: 1.0,
+    SnapshotPlace.OPENING: 1.0,
+    SnapshotPlace.BRANCH: 1.0,
+    SnapshotPlace.TURN: 0.2,
+    SnapshotPlace.END: 0.2,
+}
 """Assumed uses during as many sequences as there are slots, for kinds with no observations."""
 _MEMORY = 64
 """Observations of a kind are halved when they outweigh the prior by this factor."""
@@ -46,7 +52,7 @@ class Snapshot:
     tokens: int
     parent: bytes | None
     used: int
-    place: Place
+    place: SnapshotPlace
     hits: int = 0
 
     @property
@@ -167,7 +173,7 @@ class StateSlots:
         """The step that copies from snapshots in use is planned: they may be evicted again."""
         self._in_use.clear()
 
-    def reserve(self, place: Place, saved: int) -> tuple[int, int] | None:
+    def reserve(self, place: SnapshotPlace, saved: int) -> tuple[int, int] | None:
         """(ticket, slot) for a new snapshot that saves `saved` tokens; None if sequences, snapshots in use and more
         valuable ones have all slots."""
         worth = saved * self._rate.of((place, 0))
@@ -183,7 +189,7 @@ class StateSlots:
         if (slot := self._reserved.pop(ticket, None)) is not None:
             self._free.append(slot)
 
-    def keep(self, ticket: int, identity: bytes, tokens: int, place: Place, earlier: Iterable[bytes]) -> bool:
+    def keep(self, ticket: int, identity: bytes, tokens: int, place: SnapshotPlace, earlier: Iterable[bytes]) -> bool:
         """Makes a reserved snapshot findable. Returns False if there is such a snapshot already, or a sequence has
         taken the slot. `earlier` are the identities before it, the last one first."""
         if identity in self._snapshots or ticket not in self._reserved:

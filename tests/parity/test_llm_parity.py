@@ -13,7 +13,7 @@ import torch
 
 from common.checkpoints.checkpoint import Checkpoint
 from llm_service.engine.sequence import Sequence
-from llm_service.engine.state_slots import Place
+from llm_service.engine.state_slots import SnapshotPlace
 from llm_service.layers.attention.backend import PagedChunk
 from llm_service.models.loader import load_decoder
 from llm_service.request import SamplingParams
@@ -156,7 +156,7 @@ def test_a_hit_at_each_possible_place_changes_no_token(
     undisturbed = LocalEngine(folder).run([prompt], BRIEF)[0].tokens
     engine = LocalEngine(folder, prefix_cache=True, overlap=overlap)
     with monkeypatch.context() as everywhere:
-        of = dict.fromkeys(places, Place.OPENING)
+        of = dict.fromkeys(places, SnapshotPlace.OPENING)
         everywhere.setattr(Sequence, "branches", lambda _, begin, end: {p: of[p] for p in places if begin < p <= end})
         assert engine.run([prompt], BRIEF)[0].tokens == undisturbed
     states = engine.scheduler.blocks._states

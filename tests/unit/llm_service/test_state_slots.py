@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from llm_service.engine.state_slots import Place, ReuseRate, StateSlots
+from llm_service.engine.state_slots import ReuseRate, SnapshotPlace, StateSlots
 from tests.unit.llm_service.hashed import EOS, Order, Picture
 from tests.unit.llm_service.simulated import Simulation, order, run_until_over, simulation, text
 
 
-def keep(slots: StateSlots, identity: bytes, tokens: int, *earlier: bytes, place: Place = Place.ANSWER) -> int:
+def keep(
+    slots: StateSlots, identity: bytes, tokens: int, *earlier: bytes, place: SnapshotPlace = SnapshotPlace.ANSWER
+) -> int:
     """The slot of a new snapshot."""
     found = slots.reserve(place, tokens)
     assert found is not None
@@ -35,7 +37,7 @@ def test_a_snapshot_gives_way_to_a_sequence() -> None:
     assert b"first" in slots
     assert b"second" not in slots
     held.append(slots.take())
-    assert slots.reserve(Place.ANSWER, 64) is None, "sequences have all slots"
+    assert slots.reserve(SnapshotPlace.ANSWER, 64) is None, "sequences have all slots"
     slots.check_integrity(held, [])
     slots.give_back(held.pop())
     keep(slots, b"third", 64)
@@ -74,13 +76,13 @@ def test_a_kind_that_is_used_is_worth_more_than_one_that_is_not() -> None:
     slots = StateSlots(3)
     for number in range(30):
         opening, answer = b"opening %d" % number, b"answer %d" % number
-        keep(slots, opening, 512, place=Place.OPENING)
-        keep(slots, answer, 1024, opening, place=Place.ANSWER)
+        keep(slots, opening, 512, place=SnapshotPlace.OPENING)
+        keep(slots, answer, 1024, opening, place=SnapshotPlace.ANSWER)
         begin(slots, opening)
         slots.forget(opening)
         slots.forget(answer)
-    keep(slots, b"opening", 512, place=Place.OPENING)
-    keep(slots, b"answer", 1024, b"opening", place=Place.ANSWER)
+    keep(slots, b"opening", 512, place=SnapshotPlace.OPENING)
+    keep(slots, b"answer", 1024, b"opening", place=SnapshotPlace.ANSWER)
     slots.take()
     slots.take()
     assert b"opening" in slots, "both save 512 tokens"
@@ -91,14 +93,14 @@ def test_what_is_worth_less_than_all_that_is_kept_is_not_kept() -> None:
     slots = StateSlots(2)
     keep(slots, b"one", 640)
     keep(slots, b"two", 640)
-    assert slots.reserve(Place.ANSWER, 64) is None
-    assert slots.reserve(Place.END, 1280) is None, "few prompts are asked again"
-    assert slots.reserve(Place.BRANCH, 704) is not None
+    assert slots.reserve(SnapshotPlace.ANSWER, 64) is None
+    assert slots.reserve(SnapshotPlace.END, 1280) is None, "few prompts are asked again"
+    assert slots.reserve(SnapshotPlace.BRANCH, 704) is not None
     assert slots.kept == 1
 
 
 def test_the_rate_of_a_kind_is_learned_and_forgotten() -> None:
-    rate, kind = ReuseRate(10), (Place.ANSWER, 0)
+    rate, kind = ReuseRate(10), (SnapshotPlace.ANSWER, 0)
     assert rate.of(kind) == pytest.approx(0.1)
     rate.add(kind, 2)
     for _ in range(1000):
@@ -132,24 +134,24 @@ def test_what_is_in_use_is_taken_last_and_for_no_snapshot() -> None:
     slots.find(b"used")
     held = [slots.take()]
     assert b"used" in slots
-    assert slots.reserve(Place.ANSWER, 8192) is None
+    assert slots.reserve(SnapshotPlace.ANSWER, 8192) is None
     slots.release()
-    found = slots.reserve(Place.ANSWER, 8192)
+    found = slots.reserve(SnapshotPlace.ANSWER, 8192)
     assert found is not None, "its copy is planned"
     slots.check_integrity(held, [found[0]])
     held.append(slots.take())
-    assert not slots.keep(found[0], b"new", 64, Place.ANSWER, ()), "a sequence has taken what was reserved"
+    assert not slots.keep(found[0], b"new", 64, SnapshotPlace.ANSWER, ()), "a sequence has taken what was reserved"
     slots.cancel(found[0])
     slots.check_integrity(held, [])
 
 
 def test_a_snapshot_that_is_there_is_not_kept_twice() -> None:
     slots = StateSlots(3)
-    first, again = (slots.reserve(Place.ANSWER, 64) for _ in range(2))
+    first, again = (slots.reserve(SnapshotPlace.ANSWER, 64) for _ in range(2))
     assert first is not None
     assert again is not None
-    assert slots.keep(first[0], b"same", 64, Place.ANSWER, ())
-    assert not slots.keep(again[0], b"same", 64, Place.ANSWER, ())
+    assert slots.keep(first[0], b"same", 64, SnapshotPlace.ANSWER, ())
+    assert not slots.keep(again[0], b"same", 64, SnapshotPlace.ANSWER, ())
     slots.check_integrity([], [])
     slots.forget(b"same", unless_used=True)
     assert slots.kept == 0
