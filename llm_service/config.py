@@ -349,7 +349,9 @@ class LlmConfig(ServerConfig):
         120.0, "longest that an item's encoding may take", minimum=0.1, group="encoders, and their rows"
     )
     encoder_silence_seconds: float = option(
-        2.5, "an encoder that is silent on a stream for this long counts as frozen", minimum=1.5
+        2.5,
+        "an encoder that is silent for this long counts as frozen, on a stream alone for four times as long",
+        minimum=1.5,
     )
     encoder_wait_seconds: float = option(
         5.0, "how long an item waits for room if all encoders are full, at most to its deadline", minimum=0

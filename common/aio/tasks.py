@@ -168,10 +168,14 @@ class StallTolerantTimer:
 
 
 class StallTolerantTimeout:
-    """`asyncio.timeout` by a `StallTolerantTimer`. Raises TimeoutError at the end of the block."""
+    """`asyncio.timeout` by a `StallTolerantTimer`. Raises TimeoutError at the end of the block.
 
-    def __init__(self, seconds: float) -> None:
+    When the time is over, `more` tells how many seconds are added, if that is above 0.
+    """
+
+    def __init__(self, seconds: float, more: Callable[[], float] = lambda: 0.0) -> None:
         self._seconds = seconds
+        self._more = more
         self._limit = asyncio.timeout(None)
 
     async def __aenter__(self) -> None:
@@ -179,6 +183,9 @@ class StallTolerantTimeout:
         self._timer = StallTolerantTimer(self._seconds, self._over)
 
     def _over(self) -> None:
+        if (seconds := self._more()) > 0:
+            self._timer = StallTolerantTimer(seconds, self._over)
+            return
         self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def __aexit__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -41,6 +42,8 @@ UNREACHABLE = "ENCODER_UNAVAILABLE"
 """The reason of an error that is the link's: the encoder may have died."""
 
 _ITEM = "items[0]"
+_ON_THE_WAY = 4
+"""How many times as long as a silent encoder an event is awaited while the encoder is heard elsewhere."""
 
 
 def read_event(message: bytes) -> Event:
@@ -52,8 +55,8 @@ class EncodeStream:
     """An item's stream from row `first` on, up to `end` (exclusive) unless that is 0; its opener closes it.
 
     It ends after `silence` seconds without an event: a busy encoder sends one every second. `on_event` is called for
-    each event. While the request is still being sent, the encoder's other messages count, the last at `heard_at`
-    (monotonic seconds).
+    each event. If the encoder's other messages come, the last at `heard_at` (monotonic seconds), an event may be on its
+    way over a slow network for four times as long, and the request for any time.
 
     `begun` says whether the encoder has begun the item, `announced` what it has announced to compute, `wait` how long
     the next row is awaited. After the last row, `stages` has the encoder's, on our clock.
@@ -191,7 +194,7 @@ class EncodeStream:
         while True:
             began = time.monotonic()
             try:
-                async with tasks.StallTolerantTimeout(self._silence):
+                async with tasks.StallTolerantTimeout(self._silence, self._patience()):
                     event = await self._call.read()
                 self._on_event()
             except grpc.aio.AioRpcError as error:
@@ -217,6 +220,12 @@ class EncodeStream:
                 # The encoder was sent this one item, under a name that our caller does not know.
                 raise from_plain_status(event.error.status).at(self._field, instead_of=_ITEM)
             yield event
+
+    def _patience(self) -> Callable[[], float]:
+        """Tells, whenever the next event has not come by then, how many seconds more it may take."""
+        loop = asyncio.get_running_loop()
+        last = loop.time() + _ON_THE_WAY * self._silence
+        return lambda: min(self._heard_at() + self._silence, last) - loop.time()
 
     async def _request_there(self) -> None:
         """Waits until the encoder has the whole request, or the call has ended. A request may be large, or queue within

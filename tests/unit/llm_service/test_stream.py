@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,18 @@ async def test_one_that_says_nothing_for_too_long_is_not(monkeypatch: pytest.Mon
     with pytest.raises(Unavailable) as error:
         _ = [count async for count, _ in stream(call).rows(target)]
     assert error.value.reason == "ENCODER_SILENT"
+
+
+@pytest.mark.parametrize(("times", "comes"), [(3.8, True), (4.2, False)])
+async def test_rows_on_their_way_are_awaited_while_the_encoder_speaks_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, times: float, comes: bool
+) -> None:
+    """A slow network takes long for a large message; for one that does not come at all, it is not blamed for ever."""
+    target = memoryview(bytearray(ROWS * LAYOUT.row_bytes))
+    call = SlowCall(monkeypatch, times * SILENCE, busy(0))
+    rows = stream(call, heard_at=asyncio.get_running_loop().time).rows(target)
+    with contextlib.nullcontext() if comes else pytest.raises(Unavailable, match="silent"):
+        assert [count async for count, _ in rows] == [ROWS]
 
 
 async def test_a_loop_that_stood_still_reads_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
