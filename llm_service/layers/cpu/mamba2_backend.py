@@ -14,7 +14,7 @@ from llm_service.layers.cache_spec import Segment
 from llm_service.layers.cpu import mamba2_step
 from llm_service.layers.cpu.one_by_one import OneByOneBackend, Places, States, Step, float_arrays
 from llm_service.layers.mamba2.backend import Mamba2Input, Mamba2Shape, Mamba2Weights
-from llm_service.layers.mamba2.torch_backend import TorchBackend, TorchBatch, floors_of
+from llm_service.layers.mamba2.torch_backend import TorchBackend, floors_of
 
 
 class NumbaBackend(OneByOneBackend[Mamba2Input, Mamba2Weights]):
@@ -26,10 +26,6 @@ class NumbaBackend(OneByOneBackend[Mamba2Input, Mamba2Weights]):
     def __init__(self, shape: Mamba2Shape) -> None:
         super().__init__(TorchBackend(shape, torch.device("cpu")))
         self._shape = shape
-
-    def before(self, runs: Sequence[Segment], segments: Sequence[Segment]) -> TorchBatch:
-        """See `OneByOneBackend`."""
-        return TorchBatch(self._shape, tuple(runs), [], floors_of(segments, self._shape.least_step))
 
     def step_of(self, segments: Sequence[Segment]) -> Step[Mamba2Input, Mamba2Weights]:
         """See `OneByOneBackend`."""

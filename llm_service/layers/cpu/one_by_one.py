@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from common.cpu.jit import Array
 from llm_service.layers.cache_spec import Segment, StateCache
 from llm_service.layers.cpu import selection
-from llm_service.layers.recurrent.backend import RecurrentBackend, RecurrentBatch
+from llm_service.layers.recurrent.backend import RecurrentBatch
 from llm_service.layers.recurrent.segments import FEW, split
+from llm_service.layers.recurrent.torch_backend import RecurrentTorchBackend
 
 
 class Projected(Protocol):
@@ -84,11 +85,11 @@ class OneByOneBatch(Generic[Given, Weights]):
 
 
 class OneByOneBackend(Generic[Given, Weights]):
-    """Makes batches for a kernel; while it is compiled, those of `plain`, which are torch's."""
+    """Makes batches for a kernel; while it is compiled, those of `plain`."""
 
     name = "numba"
 
-    def __init__(self, plain: RecurrentBackend[Given, Weights]) -> None:
+    def __init__(self, plain: RecurrentTorchBackend[Any, Given, Weights]) -> None:
         self._plain = plain
 
     def batch(self, segments: Sequence[Segment]) -> RecurrentBatch[Given, Weights]:
@@ -96,13 +97,8 @@ class OneByOneBackend(Generic[Given, Weights]):
         runs, rounds = split(segments, FEW)
         if not rounds or not selection.is_numba():
             return self._plain.batch(segments)
-        before = self.before(runs, segments) if runs else None
+        before = self._plain.over(runs, (), segments) if runs else None
         return OneByOneBatch(before, OneByOneSequences.of(rounds), self.step_of(segments))
-
-    def before(self, runs: Sequence[Segment], segments: Sequence[Segment]) -> RecurrentBatch[Given, Weights]:
-        """A batch of the runs among a step's segments."""
-        del segments  # by default the runs are all that is needed
-        return self._plain.batch(runs)
 
     def step_of(self, segments: Sequence[Segment]) -> Step[Given, Weights]:
         """The function that computes the decoded tokens of a step's segments."""

@@ -14,25 +14,18 @@ from llm_service.layers.elementwise import remainder, sigmoid, silu, softplus
 from llm_service.layers.gdn.backend import GdnInput, GdnShape, GdnWeights
 from llm_service.layers.recurrent.backend import CHUNK
 from llm_service.layers.recurrent.convolution import Steps, convolve_run, convolve_steps
-from llm_service.layers.recurrent.segments import FEW, split
+from llm_service.layers.recurrent.torch_backend import RecurrentTorchBackend
 
 _EPS = 1e-6
 """Under the root of a head's length."""
 
 
-class TorchBackend:
+class TorchBackend(RecurrentTorchBackend[GdnShape, GdnInput, GdnWeights]):
     """Makes batches of torch's operators."""
 
-    name = "torch"
-
-    def __init__(self, shape: GdnShape, device: torch.device) -> None:
-        self._shape = shape
-        self._device = device
-
-    def batch(self, segments: Sequence[Segment]) -> TorchBatch:
-        """See `GdnBackend`."""
-        runs, rounds = split(segments, FEW)
-        return TorchBatch(self._shape, tuple(runs), Steps.of(rounds, self._device))
+    def over(self, runs: Sequence[Segment], rounds: Sequence[Steps], _: Sequence[Segment], /) -> TorchBatch:
+        """See `RecurrentTorchBackend`."""
+        return TorchBatch(self._shape, runs, rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +33,8 @@ class TorchBatch:
     """A batch of torch's operators."""
 
     shape: GdnShape
-    runs: tuple[Segment, ...]
-    rounds: list[Steps]
+    runs: Sequence[Segment]
+    rounds: Sequence[Steps]
 
     def run(self, given: GdnInput, weights: GdnWeights, cache: StateCache) -> Tensor:
         """See `GdnBatch`."""

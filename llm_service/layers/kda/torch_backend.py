@@ -15,7 +15,7 @@ from llm_service.layers.gdn.torch_backend import unit
 from llm_service.layers.kda.backend import KdaInput, KdaShape, KdaWeights
 from llm_service.layers.recurrent.backend import CHUNK
 from llm_service.layers.recurrent.convolution import Steps, convolve_run, convolve_steps
-from llm_service.layers.recurrent.segments import FEW, split
+from llm_service.layers.recurrent.torch_backend import RecurrentTorchBackend
 
 _NEAR = 16
 """Tokens whose pairs are multiplied elementwise, with the decay between them. For tokens further apart, both are
@@ -24,19 +24,12 @@ _LOWEST = -81.0
 """float32 can represent e to this and its inverse, times the values of keys and queries."""
 
 
-class TorchBackend:
+class TorchBackend(RecurrentTorchBackend[KdaShape, KdaInput, KdaWeights]):
     """Makes batches of torch's operators."""
 
-    name = "torch"
-
-    def __init__(self, shape: KdaShape, device: torch.device) -> None:
-        self._shape = shape
-        self._device = device
-
-    def batch(self, segments: Sequence[Segment]) -> TorchBatch:
-        """See `KdaBackend`."""
-        runs, rounds = split(segments, FEW)
-        return TorchBatch(self._shape, tuple(runs), Steps.of(rounds, self._device))
+    def over(self, runs: Sequence[Segment], rounds: Sequence[Steps], _: Sequence[Segment], /) -> TorchBatch:
+        """See `RecurrentTorchBackend`."""
+        return TorchBatch(self._shape, runs, rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +37,7 @@ class TorchBatch:
     """A batch of torch's operators: runs, followed by rounds of single tokens."""
 
     shape: KdaShape
-    runs: tuple[Segment, ...]
+    runs: Sequence[Segment]
     rounds: Sequence[Steps]
 
     def run(self, given: KdaInput, weights: KdaWeights, cache: StateCache) -> Tensor:

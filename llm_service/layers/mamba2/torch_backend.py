@@ -14,24 +14,16 @@ from llm_service.layers.elementwise import remainder, silu, softplus
 from llm_service.layers.mamba2.backend import Mamba2Input, Mamba2Shape, Mamba2Weights
 from llm_service.layers.recurrent.backend import CHUNK
 from llm_service.layers.recurrent.convolution import Steps, convolve_run, convolve_steps
-from llm_service.layers.recurrent.segments import FEW, split
+from llm_service.layers.recurrent.torch_backend import RecurrentTorchBackend
 
 
-class TorchBackend:
+class TorchBackend(RecurrentTorchBackend[Mamba2Shape, Mamba2Input, Mamba2Weights]):
     """Makes batches of torch's operators."""
 
-    name = "torch"
-
-    def __init__(self, shape: Mamba2Shape, device: torch.device) -> None:
-        self._shape = shape
-        self._device = device
-
-    def batch(self, segments: Sequence[Segment]) -> TorchBatch:
-        """See `Mamba2Backend`."""
-        runs, rounds = split(segments, FEW)
+    def over(self, runs: Sequence[Segment], rounds: Sequence[Steps], segments: Sequence[Segment], /) -> TorchBatch:
+        """See `RecurrentTorchBackend`."""
         floors = floors_of(segments, self._shape.least_step)
-        on_device = None if floors is None else floors.to(self._device)
-        return TorchBatch(self._shape, tuple(runs), Steps.of(rounds, self._device), on_device)
+        return TorchBatch(self._shape, runs, rounds, None if floors is None else floors.to(self._device))
 
 
 def floors_of(segments: Sequence[Segment], least: float) -> Tensor | None:
@@ -54,8 +46,8 @@ class TorchBatch:
     """A batch of torch's operators; `floors` is of `floors_of`."""
 
     shape: Mamba2Shape
-    runs: tuple[Segment, ...]
-    rounds: list[Steps]
+    runs: Sequence[Segment]
+    rounds: Sequence[Steps]
     floors: Tensor | None
 
     def run(self, given: Mamba2Input, weights: Mamba2Weights, cache: StateCache) -> Tensor:
