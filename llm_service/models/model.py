@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from llm_service.families.chunk_rule import ChunkRule
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape
+from llm_service.layers.attention.backend import MakesBackend
 from llm_service.layers.mixer import CachedPart
 from llm_service.layers.tensor_parallel import TensorGroup
-
-MakesBackend = Callable[[CacheShape], AttentionBackend]
 
 
 @dataclass(frozen=True, slots=True)

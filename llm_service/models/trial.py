@@ -33,6 +33,7 @@ from llm_service.models.filling import fill_plain
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.inputs import media_tokens
 from llm_service.models.hf.names import named_tensors
+from llm_service.models.model import Model
 from llm_service.models.trial_chunks import logits_in_chunks
 from llm_service.models.trial_prompts import Prompted, processed_prompt
 from llm_service.models.trial_reference import ANSWER, Reference, Said
@@ -75,14 +76,17 @@ def try_config(config: Any, prompted: Prompted, group: TensorGroup = ALONE) -> F
         of_sounds = reference.of_sounds() if reference.prompt.sounds else None
         given: dict[str, Any] = {"axes": reference.axes, "together": reference.prompt.together, "group": group}
         decoder = HfDecoder(speaking(reference.model), torch.float32, _CPU, **given)
-        differences, found = list[float](), None
+        differences, found, heard = list[float](), None, 0.0
         for rule, decoder.adds_rows in _RULES:
+            decoder.use_spans(rule)
             differences.append(_difference(decoder, reference, rule))
             if differences[-1] < _CLOSE:
                 found = rule
                 break
         later = 0.0 if found is None else _difference_of_answer(decoder, reference.said, found)
-        heard = 0.0 if of_sounds is None else _difference(decoder, of_sounds)
+        if of_sounds is not None:
+            decoder.use_spans(SpanRule.NOWHERE)
+            heard = _difference(decoder, of_sounds)
     if found is None:
         split = f"over {group.size} ranks " if group.size > 1 else ""
         what = f"{split}{name} gives other logits in chunks than of a whole prompt"
@@ -170,24 +174,20 @@ def _tried(name: str) -> Iterator[None]:
         raise CheckpointError(f"{name} cannot be tried: a small model of its configuration does not run") from error
 
 
-def _difference_of_answer(decoder: Decoder | HfDecoder, said: Said, rule: SpanRule = SpanRule.NOWHERE) -> float:
+def _difference_of_answer(decoder: Model, said: Said, rule: SpanRule = SpanRule.NOWHERE) -> float:
     """As `_difference`, for an answer that is computed in one chunk behind the text before it."""
     count = len(said.prompt.ids)
-    if isinstance(decoder, HfDecoder):
-        decoder.spans = rule
     spans = [(0, said.begin)] if rule is SpanRule.WHOLE_PROMPTS else []
     cuts = [(0, said.begin), (said.begin, count)]
     ours = logits_in_chunks(decoder, said.prompt, torch.arange(count).expand(3, -1), cuts, spans, answer=said.begin)
     return _relative(ours[said.begin - 1 : -1], said.logits)
 
 
-def _difference(decoder: Decoder | HfDecoder, reference: Reference, rule: SpanRule = SpanRule.NOWHERE) -> float:
+def _difference(decoder: Model, reference: Reference, rule: SpanRule = SpanRule.NOWHERE) -> float:
     """The largest difference of logits, relative to the largest logit: of the prompt in one chunk, or, if that is
     close, in three chunks, each beside a chunk of another prompt with a different beginning. For a prompt that must be
     computed whole: in one chunk, and again what follows its first words, over the cache of these."""
     prompt, positions = reference.prompt, reference.positions
-    if isinstance(decoder, HfDecoder):
-        decoder.spans = rule
     length, first = len(prompt.ids), prompt.runs[0][0] if prompt.runs else 4
     last = prompt.runs[-1][1] if prompt.runs else 8
     if rule in OF_PROMPTS:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from llm_service.families.sight import SpanRule
 from llm_service.layers.attention.backend import CacheShape, PagedChunk, Span
+from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cache_spec import PagedKV, Segment, cache_shapes, layer_caches, read_by
 from llm_service.layers.mixer import CachedPart, IndexPart
-from llm_service.models.decoder import Decoder
-from llm_service.models.hf.decoder import HfDecoder
-from llm_service.models.model import Deepstack
+from llm_service.models.model import Deepstack, Model
 from llm_service.models.trial_prompts import TrialPrompt
 
 _CPU = torch.device("cpu")
@@ -23,7 +22,7 @@ _BLOCK = 16
 
 
 def logits_in_chunks(
-    decoder: Decoder | HfDecoder,
+    decoder: Model,
     prompt: TrialPrompt,
     positions: Tensor,
     cuts: list[tuple[int, int]],
@@ -74,17 +73,15 @@ def logits_in_chunks(
 
 
 def _paged_batch(
-    decoder: Decoder | HfDecoder,
+    decoder: Model,
     mixer: CachedPart,
     shape: CacheShape,
     chunks: list[PagedChunk],
     spans: list[Span],
 ) -> Any:
     """A mixer's batch of attention, and of its index, if it has one."""
-    if isinstance(decoder, HfDecoder):
-        batch: Any = decoder.backend(shape).batch(chunks, spans)
-    else:
-        batch = TorchBackend(shape, _CPU).batch(chunks, () if shape.kind.sight.spans is SpanRule.NOWHERE else spans)
+    backend = choose(decoder.attention("torch"), shape, torch.float32, _CPU)
+    batch = backend.batch(chunks, () if shape.kind.sight.spans is SpanRule.NOWHERE else spans)
     if not isinstance(mixer, IndexPart):
         return batch
     return batch, mixer.index_backend(TorchBackend(shape, _CPU), shape.blocks, _BLOCK).batch(chunks)

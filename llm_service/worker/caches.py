@@ -16,6 +16,7 @@ from llm_service.layers.attention.backend import (
     AttentionBackend,
     AttentionBatch,
     CacheShape,
+    MakesBackend,
     NumbaCompiled,
     PagedChunk,
     Span,
@@ -101,7 +102,7 @@ class Caches:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        attention: str | Callable[[CacheShape], AttentionBackend] = "auto",
+        attention: str | MakesBackend = "auto",
         states: Callable[[CachedPart], StateBackend] = methodcaller("state_backend"),
         state_slots: int = 0,
         snapshot_slots: int = 0,
@@ -116,7 +117,7 @@ class Caches:
         self.state_slots, self.snapshot_slots = (state_slots, snapshot_slots) if slot_bytes(specs) else (0, 0)
         self.paged: dict[PagedKV, PagedLayers] = {}
         for kind, shape in cache_shapes(specs, blocks, block_size, kv_cache_dtype).items():
-            backend = choose(attention, shape, dtype, device) if isinstance(attention, str) else attention(shape)
+            backend = choose(attention, shape, dtype, device)
             self.paged[kind] = PagedLayers(shape, shape.new_cache(dtype, device), backend)
         self._states: dict[SequenceState, StateBackend] = {}
         shapes = {kind: layers.shape for kind, layers in self.paged.items()}

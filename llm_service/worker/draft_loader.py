@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
 from llm_service.families.registry import FAMILIES
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape
+from llm_service.layers.attention.backend import MakesBackend
 from llm_service.layers.cache_spec import block_bytes, slot_bytes
 from llm_service.model_config.eagle import is_eagle3
 from llm_service.model_config.served import ServedModel
 from llm_service.models.decoder import Decoder
 from llm_service.models.draft_head import DraftHead
 from llm_service.models.eagle import load_eagle
-from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.loader import TextSide, load_decoder
 from llm_service.models.mtp import load_mtp
 from llm_service.worker.caches import Caches
@@ -39,9 +38,7 @@ class Drafting:
         specs = [mixer.cache_spec() for mixer in self.decoder.mixers()]
         return block_bytes(specs, block_size, self.decoder.kv_dtype)
 
-    def proposer(
-        self, arena: RowArena, blocks: int, block_size: int, attention: str | Callable[[CacheShape], AttentionBackend]
-    ) -> DraftModel:
+    def proposer(self, arena: RowArena, blocks: int, block_size: int, attention: str | MakesBackend) -> DraftModel:
         """The proposer, with so many blocks; `attention` as in `Caches`."""
         decoder = self.decoder
         caches = Caches(decoder.mixers(), blocks, block_size, decoder.kv_dtype, decoder.device, attention=attention)
@@ -73,21 +70,17 @@ def load_draft_model(
 
 
 def load_mtp_layer(
-    checkpoint: Checkpoint,
-    target: Decoder | HfDecoder,
-    dtype: torch.dtype,
-    *,
-    weight_dtype: str = "",
-    text: TextSide | None = None,
+    checkpoint: Checkpoint, target: Decoder, dtype: torch.dtype, *, weight_dtype: str = "", text: TextSide | None = None
 ) -> Drafting:
     """Loads the layer of `--speculative-method mtp` beside the model that verifies, whose `text` is as in
     `load_decoder`. Raises CheckpointError if there is none, or it cannot be used."""
-    return _with_head("mtp", partial(load_mtp, checkpoint, text=text), target, dtype, weight_dtype)
+    with _refusing("mtp"):
+        return _beside(target, load_mtp(checkpoint, target, text=text, dtype=dtype, weight_dtype=weight_dtype))
 
 
 def load_eagle_head(
     checkpoint: Checkpoint,
-    target: Decoder | HfDecoder,
+    target: Decoder,
     of: Checkpoint,
     dtype: torch.dtype,
     *,
@@ -97,25 +90,20 @@ def load_eagle_head(
     """Loads the head of `--speculative-method eagle3`, and has the model that verifies extract the states that it
     reads; `of` is that model's checkpoint, and `text` as in `load_decoder`. Raises CheckpointError if it cannot be
     used."""
-    drafting = _with_head("eagle3", partial(load_eagle, checkpoint, of=of, text=text), target, dtype, weight_dtype)
-    assert isinstance(target, Decoder), "it is not transformers'"
-    assert isinstance(drafting.decoder, DraftHead)
-    target.extracts = drafting.decoder.reads
-    return drafting
+    with _refusing("eagle3"):
+        head = load_eagle(checkpoint, target, of=of, text=text, dtype=dtype, weight_dtype=weight_dtype)
+    target.extracts = head.reads
+    return _beside(target, head)
 
 
-def _with_head(
-    method: str,
-    load: Callable[..., DraftHead],
-    target: Decoder | HfDecoder,
-    dtype: torch.dtype,
-    weight_dtype: str,
-) -> Drafting:
+@contextmanager
+def _refusing(method: str) -> Iterator[None]:
     try:
-        if not isinstance(target, Decoder):
-            raise CheckpointError("it is not for a model that transformers computes")
-        decoder = load(target, dtype=dtype, weight_dtype=weight_dtype)
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"--speculative-method {method}: {error}") from error
-    as_wide = decoder.config.hidden_size == target.config.hidden_size
-    return Drafting(decoder, target.config.vocab_size, takes_rows=as_wide)
+
+
+def _beside(target: Decoder, head: DraftHead) -> Drafting:
+    as_wide = head.config.hidden_size == target.config.hidden_size
+    return Drafting(head, target.config.vocab_size, takes_rows=as_wide)

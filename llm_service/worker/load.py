@@ -312,17 +312,19 @@ def _drafting(
     dtype: torch.dtype,
 ) -> Drafting | None:
     """What proposes drafts, if anything does. Only the first rank needs it; the others are told what to verify."""
-    own = {"weight_dtype": settings.weight_dtype}
-    if settings.speculative_method == "mtp":
-        made = load_mtp_layer(checkpoint := Checkpoint.resolve(settings.model), target, dtype, text=text, **own)
-    elif settings.speculative_method == "eagle3":
-        checkpoint = Checkpoint.resolve(settings.draft_model)
-        made = load_eagle_head(checkpoint, target, Checkpoint.resolve(settings.model), dtype, text=text, **own)
-    elif settings.draft_model:
-        checkpoint = Checkpoint.resolve(settings.draft_model)
-        made = load_draft_model(checkpoint, served, dtype, target.device, **own)
-    else:
+    own, method = {"weight_dtype": settings.weight_dtype}, settings.speculative_method
+    if not settings.draft_model and method not in DRAFT_HEADS:
         return None
+    checkpoint = Checkpoint.resolve(settings.draft_model or settings.model)
+    if method in DRAFT_HEADS:
+        if not isinstance(target, Decoder):
+            raise CheckpointError(f"--speculative-method {method}: it is not for a model that transformers computes")
+        if method == "mtp":
+            made = load_mtp_layer(checkpoint, target, dtype, text=text, **own)
+        else:
+            made = load_eagle_head(checkpoint, target, Checkpoint.resolve(settings.model), dtype, text=text, **own)
+    else:
+        made = load_draft_model(checkpoint, served, dtype, target.device, **own)
     weights = describe(made.decoder, settings.weight_dtype or quantization_of(checkpoint.config))
     _log.info("the draft model or head is in memory", takes_rows=made.takes_rows, **msgspec.structs.asdict(weights))
     return made

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -313,3 +313,6 @@ class AttentionBackend(Protocol):
         """Metadata of a batch's chunks, moved to the device. Tokens of each span, [begin, end) in the batch and within
         one chunk, see each other."""
         ...
+
+
+MakesBackend: TypeAlias = Callable[[CacheShape], AttentionBackend]

@@ -10,23 +10,25 @@ import torch
 from common.checkpoints.checkpoint import CheckpointError
 from common.hardware import E4M3_CAPABILITY
 from common.telemetry import log
-from llm_service.layers.attention.backend import AttentionBackend, CacheShape, PagedChunk
+from llm_service.layers.attention.backend import AttentionBackend, CacheShape, MakesBackend, PagedChunk
 from llm_service.layers.attention.torch_backend import TorchBackend
 from llm_service.layers.cpu import selection
 
 _log = log.get("attention")
 
 
-def choose(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """The back end of this name; `auto` is flash or triton on GPUs, numba or torch on CPUs: the first available one,
-    which on a GPU must pass a trial.
+def choose(asked: str | MakesBackend, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """The back end of this name, or of this factory; `auto` is flash or triton on GPUs, numba or torch on CPUs: the
+    first available one, which on a GPU must pass a trial.
 
     Raises CheckpointError, which says what is missing, if the named one cannot be used.
     """
-    if name != "auto":
-        found = _BACKENDS[name](shape, dtype, device)
+    if not isinstance(asked, str):
+        return asked(shape)
+    if asked != "auto":
+        found = _BACKENDS[asked](shape, dtype, device)
         if isinstance(found, str):
-            raise CheckpointError(f"--attention {name} cannot be used: {found}")
+            raise CheckpointError(f"--attention {asked} cannot be used: {found}")
         return found
     order = ("flash", "triton", "torch") if device.type == "cuda" else ("numba", "torch")
     for each in order:

@@ -14,7 +14,7 @@ from common.hf.classes import decoder_of, layers_of_levels, mark_tables_of, tran
 from common.telemetry import log
 from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.sight import OF_PROMPTS, Sight, SpanRule
-from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape
+from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape, MakesBackend
 from llm_service.layers.attention.choose import choose
 from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
 from llm_service.layers.sparse_attention.index import Chosen, IndexQuery
@@ -32,7 +32,7 @@ from llm_service.models.hf.rotary import turn_by_sequence
 from llm_service.models.hf.states import take_states
 from llm_service.models.hf.step import HfStep, computing
 from llm_service.models.layer_rules import take_tempering
-from llm_service.models.model import Deepstack, MakesBackend
+from llm_service.models.model import Deepstack
 
 GENERAL = "general"
 """The name of attention by torch, which supports every rule."""
@@ -93,6 +93,11 @@ class HfDecoder:
         self._why_general = self._find_why_general()
         if not self._why_general:
             self._kept.attend_by_kinds(spans)
+
+    def use_spans(self, spans: SpanRule) -> None:
+        """Changes which tokens see later ones, for a trial; torch computes its attention."""
+        self.spans = spans
+        self._kept.use_spans(spans)
 
     @property
     def position_rows(self) -> int:
@@ -230,9 +235,7 @@ class HfDecoder:
         """The back end for this shape."""
         if self._why_general:
             return GeneralBackend(shape, self.device, self.spans)
-        if isinstance(self._attention, str):
-            return choose(self._attention, shape, self.dtype, self.device)
-        return self._attention(shape)
+        return choose(self._attention, shape, self.dtype, self.device)
 
     def _find_why_general(self) -> str:
         """Why `GeneralBackend` computes attention; empty if a back end of our decoder does. Raises CheckpointError if

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoints.checkpoint import CheckpointError
-from llm_service.families.sight import SpanRule
+from llm_service.families.sight import Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionKind
 from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV, SequenceState, SharedKV
@@ -39,6 +39,11 @@ class Kept:
         for layer, spec in self.keys.items():
             kind = self.rules[layer].kind
             self.keys[layer] = replace(spec, kind=replace(kind, sight=kind.sight.with_spans(spans)))
+
+    def use_spans(self, spans: SpanRule) -> None:
+        """Has all layers' tokens see later ones by this rule, for a back end that is told of all else in each step."""
+        kind = AttentionKind(Sight(spans=spans))
+        self.keys = {layer: replace(spec, kind=kind) for layer, spec in self.keys.items()}
 
     @property
     def places(self) -> dict[int, int]:

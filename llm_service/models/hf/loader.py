@@ -10,11 +10,11 @@ from common.checkpoints.checkpoint import Checkpoint
 from common.hf.classes import complete, load, speaking
 from common.hf.description import HfModel
 from common.telemetry import log
+from llm_service.layers.attention.backend import MakesBackend
 from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.models.hf.linear import Fill, fill_quantised, leave_quantised, round_linears
 from llm_service.models.hf.text import text_alone
-from llm_service.models.model import MakesBackend
 from llm_service.models.quantization_config import Scheme
 from llm_service.models.quantized import check_weight_dtype
 from llm_service.models.trial import Finding, try_out
