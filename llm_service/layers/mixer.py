@@ -29,6 +29,10 @@ class HandedOn:
     keys: dict[int, KeysAndValues] = field(default_factory=dict)
     choice: list[Tensor] | None = None
 
+    def narrow(self, places: Tensor) -> None:
+        """Leaves keys and values of these places alone, int64 [m]."""
+        self.keys = {window: tuple(each[places] for each in both) for window, both in self.keys.items()}
+
 
 class StateBackend(Protocol):
     """Makes the batches of a mixer that keeps states."""

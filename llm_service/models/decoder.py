@@ -6,7 +6,8 @@ It knows nothing of requests: it maps input embeddings and each layer's batch to
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -180,55 +181,71 @@ class Decoder(nn.Module):
         other layer needs more of, then computes little else. With batches for these alone, `at_places`, all layers that
         share earlier keys and values compute only these as well.
         """
-        rotary, local = self._angles(positions, hidden.dtype)
-        if self.config.entry_scale != 1:
-            hidden = hidden * self.config.entry_scale
-        if self.embed_positions is not None:
-            hidden = hidden + self.embed_positions(positions[0])
-        levels = {} if deepstack is None else self.config.levels_behind(len(deepstack.values))
-        if deepstack is not None and (level := levels.get(-1)) is not None:
-            deepstack.add_to(hidden, level, 1 / self.config.residual_multiplier)
-        first_sharing = self.config.layers - self.config.shared_layers
-        given: Sequence[Tensor | None] | Tensor = [None] * self.config.layers
-        if self.layer_inputs is not None:
-            assert token_ids is not None, "layers have inputs of their own"
-            given = self.layer_inputs(hidden, token_ids)
-        if self.config.ngrams is not None or self.config.media_tokens:
-            given = [token_ids] * self.config.layers
-        if self.config.stream_count > 1:
-            hidden = hidden.repeat(1, self.config.stream_count)
-        elif self.streams_in is not None:
-            hidden = self.streams_in(hidden)
-        companions = zip(caches[self.config.layers :], batches[self.config.layers :], strict=True)
-        kept = HandedOn() if self.config.shared_layers or self.config.shared_choices else None
+        config, angles = self.config, self._angles(positions, hidden.dtype)
+        levels = {} if deepstack is None else config.levels_behind(len(deepstack.values))
+        hidden, given = self._entered(hidden, positions, deepstack, levels.get(-1), token_ids)
+        kept = HandedOn() if config.shared_layers or config.shared_choices else None
+        first_sharing, last = config.layers - config.shared_layers, config.layers - 1
         residual: Tensor | None = None
-        at = -1
         taken: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in self.extracts:
-                taken[index] = hidden if residual is None else residual + hidden
+                taken[index] = _total(hidden, residual)
             if index == first_sharing and places is not None and at_places is not None:
-                hidden, residual = hidden[places], None if residual is None else residual[places]
-                rotary, local = self._angles(positions[:, places], hidden.dtype)
-                given = given[:, places] if isinstance(given, Tensor) else given
-                if kept is not None:
-                    kept.keys = {window: tuple(each[places] for each in both) for window, both in kept.keys.items()}
-                batches, places = at_places, None
-            last = index == self.config.layers - 1
-            cut = places if last and index not in levels else None
-            angles = local if layer.is_local else rotary
-            mixes = self.config.mixers[index] is not Mixer.NONE
-            at += mixes
-            own = (caches[at], batches[at]) if mixes else (None, None)
-            beside = None if cast(Layer, layer).companion is None else next(companions)
-            here = hidden, residual, angles, *own, cut
-            hidden, residual = layer(*here, given=given[index], kept=kept, beside=beside)
+                hidden, residual, given = _narrowed(hidden, residual, given, kept, places)
+                angles, batches, places = self._angles(positions[:, places], hidden.dtype), at_places, None
+            at, beside = self._caches_of[index]
+            own = (None, None) if at is None else (caches[at], batches[at])
+            companion = None if beside is None else (caches[beside], batches[beside])
+            cut = places if index == last and index not in levels else None
+            here = hidden, residual, angles[bool(layer.is_local)], *own, cut
+            hidden, residual = layer(*here, given=given[index], kept=kept, beside=companion)
             if deepstack is not None and index in levels:
-                hidden, residual = hidden if residual is None else residual + hidden, None
-                deepstack.add_to(hidden, levels[index], 1 / self.config.residual_multiplier)
-            if last and places is not None and cut is None:
-                hidden, residual = hidden[places], None if residual is None else residual[places]
+                hidden, residual = _total(hidden, residual), None
+                deepstack.add_to(hidden, levels[index], 1 / config.residual_multiplier)
+        if places is not None and last in levels:
+            hidden = hidden[places]
         return self._ended(hidden, residual, taken)
+
+    def _entered(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        deepstack: Deepstack | None,
+        level: int | None,
+        token_ids: Tensor | None,
+    ) -> tuple[Tensor, Sequence[Tensor | None] | Tensor]:
+        """The first layer's input, from embeddings [n, hidden] and the `level` of rows that is added before all layers,
+        if any; and what each layer is given besides."""
+        config = self.config
+        if config.entry_scale != 1:
+            hidden = hidden * config.entry_scale
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(positions[0])
+        if deepstack is not None and level is not None:
+            deepstack.add_to(hidden, level, 1 / config.residual_multiplier)
+        given: Sequence[Tensor | None] | Tensor = [None] * config.layers
+        if self.layer_inputs is not None:
+            assert token_ids is not None, "layers have inputs of their own"
+            given = self.layer_inputs(hidden, token_ids)
+        if config.ngrams is not None or config.media_tokens:
+            given = [token_ids] * config.layers
+        if config.stream_count > 1:
+            hidden = hidden.repeat(1, config.stream_count)
+        elif self.streams_in is not None:
+            hidden = self.streams_in(hidden)
+        return hidden, given
+
+    @cached_property
+    def _caches_of(self) -> list[tuple[int | None, int | None]]:
+        """Where the cache and the batch of each layer's mixer are among those of `mixers`, and those of its companion;
+        None if it has none."""
+        mixes = [mixer is not Mixer.NONE for mixer in self.config.mixers]
+        own, companions = count(), count(sum(mixes))
+        return [
+            (next(own) if mixing else None, None if cast(Layer, layer).companion is None else next(companions))
+            for mixing, layer in zip(mixes, self.layers, strict=True)
+        ]
 
     def _ended(self, hidden: Tensor, residual: Tensor | None, taken: dict[int, Tensor]) -> Tensor:
         """The output of `forward`, from that of the last layer [n, hidden] and the residual to add; `taken` are the
@@ -361,6 +378,25 @@ def head_of(config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Packe
     its inputs."""
     words = {"lm_head": group.vocab_partition(config.vocab_size)}
     return PackedLinear(slice(0, config.hidden_size), words, bias=False, dtype=dtype, rounds_inputs=False)
+
+
+def _total(hidden: Tensor, residual: Tensor | None) -> Tensor:
+    """Hidden states, of which a layer leaves a part to the next one to add."""
+    return hidden if residual is None else residual + hidden
+
+
+def _narrowed(
+    hidden: Tensor,
+    residual: Tensor | None,
+    given: Sequence[Tensor | None] | Tensor,
+    kept: HandedOn | None,
+    places: Tensor,
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None] | Tensor]:
+    """What goes through layers, at these positions alone, int64 [m]; what is `kept` changes."""
+    if kept is not None:
+        kept.narrow(places)
+    given = given[:, places] if isinstance(given, Tensor) else given
+    return hidden[places], None if residual is None else residual[places], given
 
 
 def _layer(index: int, config: TextConfig, group: TensorGroup, dtype: torch.dtype) -> Layer:
