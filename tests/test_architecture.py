@@ -81,6 +81,7 @@ ROLES = {
     "Function",
     "ImagePart",
     "NamedFunction",
+    "RefusalPart",
     "TextPart",  # of OpenAI's two APIs
     "Ready",  # a child process's first word
 }
