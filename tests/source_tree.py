@@ -46,8 +46,8 @@ class Module:
                 for part, guarded in ((child.body, True), (child.orelse, typing_only)):
                     for statement in part:
                         yield from self._walk(ast.Module([statement], []), deferred=deferred, typing_only=guarded)
-            else:
-                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            elif not isinstance(child, ast.expr):  # which holds no statement
+                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 yield from self._walk(child, deferred=deferred or inside, typing_only=typing_only)
 
     def _names(self, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
