@@ -1,4 +1,5 @@
-"""LoRA adapters as peft makes, saves and computes them: what parity tests compare with."""
+"""LoRA adapters as peft makes, saves and computes them, for parity tests. peft is imported by those that run: every
+process of a suite imports this module."""
 
 from __future__ import annotations
 
@@ -10,24 +11,21 @@ import torch
 
 from testkit import reference
 
-from peft import LoraConfig, PeftModel, get_peft_model  # isort: skip - it imports transformers
-from peft.utils.other import get_pattern_key  # isort: skip
-
 
 class PeftReference:
-    """transformers' model of a checkpoint with adapters in it, numbered from 1 on, which lie in `folders` as peft saves
-    them; 0 is none. Their numbers are random; those of an adapter with a `dtype` are of that type in its file."""
+    """transformers' model of a checkpoint with random adapters, numbered from 1; 0 is none. `folders` are those that
+    peft saved. The file of an adapter with a `dtype` has that type."""
 
     def __init__(self, directory: Path, folder: Path, adapters: Sequence[Mapping[str, Any]]) -> None:
+        from peft import get_peft_model
+
         self._directory = directory
         self._names = [f"adapter{number}" for number, _ in enumerate(adapters, 1)]  # a bare number is a layer's to peft
         self.folders = [folder / name for name in self._names]
         configs = [_config(given) for given in adapters]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self._model: PeftModel = get_peft_model(
-                reference.new_model(directory), configs[0], adapter_name=self._names[0]
-            )
+            self._model: Any = get_peft_model(reference.new_model(directory), configs[0], adapter_name=self._names[0])
             for name, config in zip(self._names[1:], configs[1:], strict=True):
                 self._model.add_adapter(name, config)
         for name, given in zip(self._names, adapters, strict=True):
@@ -49,10 +47,14 @@ class PeftReference:
 
 
 def fits_for_peft(pattern: str, name: str) -> bool:
-    """Whether peft takes what `rank_pattern` or `alpha_pattern` has for a pattern as said of a module."""
+    """Whether peft applies an entry of `rank_pattern` or `alpha_pattern` to a module."""
+    from peft.utils.other import get_pattern_key
+
     return get_pattern_key([pattern], name) == pattern != name
 
 
-def _config(given: Mapping[str, Any]) -> LoraConfig:
-    """Neither matrix begins with zeros."""
+def _config(given: Mapping[str, Any]) -> Any:
+    """Neither matrix is initialised with zeros."""
+    from peft import LoraConfig
+
     return LoraConfig(**{field: value for field, value in given.items() if field != "dtype"}, init_lora_weights=False)
