@@ -229,11 +229,13 @@ def test_what_is_wrong_is_told_with_the_option_that_helps(
 async def test_of_an_address_where_nothing_answers_that_is_told(
     connects: bool, pings: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a host behind a firewall that drops what comes, or a process that has stopped. The limits of a connection
-    and of its first ping are reached at the same time: either may be the first."""
+    """A host behind a firewall that drops packets, or a stopped process. A connection and its first ping have the same
+    time limit, here of a second: either may be the first."""
+    limits = {"keepalive_time": 400, "keepalive_timeout": 600, "http2.ping_timeout": 600, "min_reconnect_backoff": 1000}
     if pings:
-        longer = {**dict(grpc_channel.OPTIONS), "grpc.min_reconnect_backoff_ms": 180_000}
-        monkeypatch.setattr(grpc_channel, "OPTIONS", tuple(longer.items()))
+        limits["min_reconnect_backoff"] = 180_000
+    options = dict(grpc_channel.OPTIONS) | {f"grpc.{name}_ms": limit for name, limit in limits.items()}
+    monkeypatch.setattr(grpc_channel, "OPTIONS", tuple(options.items()))
     with ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         while not connects:  # until the kernel drops what comes, since nobody takes the ones before
