@@ -68,7 +68,7 @@ class EngineRequest:
     timer: asyncio.TimerHandle | None = None
     """Gives it up when it has waited for an engine for as long as it may."""
     caller_left: bool = False
-    """The caller needs nothing more: neither events nor places for items."""
+    """The caller needs nothing more."""
     _started: bool = False
     """Its caller has been given `Started`."""
     _with_logprobs: int = 0
@@ -190,7 +190,7 @@ class EngineRequest:
     def rows_needed(self) -> None:
         """No item has a place any more. Until they have places, no other engine gets the request: it would ask for them
         as well, and could be given places meant for the first engine."""
-        if self.caller_left:
+        if self.over:
             return
         self._places = [(NOWHERE, 0)] * len(self._places)
         self.waits_for_places = True

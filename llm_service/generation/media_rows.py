@@ -148,7 +148,7 @@ class MediaRows:
     def _tell(self, submitted: _Submitted, number: int, field: str, entry: CacheEntry) -> None:
         """Reports the state of the rows of span `number`; `field` is where the request has the item."""
         request = submitted.request
-        if entry.lost and not request.held and not request.caller_left:
+        if entry.lost and not request.held and not request.over:
             request.rows_needed()
             return
         if entry.error is not None:

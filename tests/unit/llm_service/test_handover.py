@@ -410,6 +410,16 @@ async def test_rows_that_landed_meanwhile_are_told_to_the_next_engine(monkeypatc
         assert made.now.told(Landed) == [Landed(request.id, 0, 4)]
 
 
+async def test_for_a_request_that_has_failed_no_rows_are_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are lost with the engine's mirrors, and its caller has not read the error yet."""
+    async with line(monkeypatch) as made:
+        request = made.submit(max_handovers=0, items=[item(64)])
+        await made.die()
+        request.rows_needed()
+        assert (made.needed, made.released) == ([], [request.id])
+        assert (await error_of(request)).reason == "ENGINE_UNAVAILABLE"
+
+
 @pytest.mark.parametrize("placed", ["before the next one serves", "after that"])
 async def test_a_request_that_waits_for_places_goes_to_the_next_engine_when_it_has_them(
     monkeypatch: pytest.MonkeyPatch, placed: str
