@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,22 +9,21 @@ from typing import Any
 
 import numpy as np
 from msgspec import structs
-from tokenizers import Tokenizer
 
-from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.checkpoints.checkpoint import Checkpoint
 from common.errors import DataLoss, InvalidInput
 from common.media import kept_rows
 from common.media.item import Header, Modality
 from llm_service.families.family import FAR, Rows, SpecialToken
-from llm_service.families.transcription import ASR_TEXT
 from llm_service.model_config.served import ServedModel
 from llm_service.prompt import structural_tag
 from llm_service.prompt.chat_template import ChatTemplate
 from llm_service.prompt.detokenizer import TokenTexts
 from llm_service.prompt.mrope import MediaLayout, positions
-from llm_service.prompt.output_marks import SHOWN, OutputMarks, ToolFormat
+from llm_service.prompt.output_marks import OutputMarks, ToolFormat
 from llm_service.prompt.special_tokens import SpecialTokens
 from llm_service.prompt.strict_calls import calls_or_form, strict_calls
+from llm_service.prompt.tokenizers import PlainTokenizer, showing_marks
 from llm_service.prompt.tokens import MediaTokens, named_tokens
 from llm_service.request import (
     ChatPrompt,
@@ -46,11 +44,8 @@ from llm_service.request import (
 )
 from llm_service.token_ids import check_token_ids
 
-_SHOWN = SHOWN | {ASR_TEXT}
 _TAIL = 8
 """Tokens at the end of a prompt: enough for the end of reasoning and the newlines behind it."""
-_BEFORE = "\n"
-"""A text that never merges with the following word into one token."""
 _WORDS = {Modality.IMAGE: "a picture", Modality.VIDEO: "a video", Modality.AUDIO: "a sound"}
 
 
@@ -80,7 +75,7 @@ class PromptBuilder:
         marks = [each for each in settings.get("added_tokens", []) if each["id"] < self.vocab_size]
         blanks = [each for each in marks if not each["content"].strip()]
         marks = [each for each in marks if each["content"].strip()]
-        self.tokenizer = _showing_marks(settings)
+        self.tokenizer = showing_marks(settings)
         self.texts = TokenTexts(self.tokenizer)
         # Without its added tokens a tokenizer cannot turn any text into a special token.
         self._plain = PlainTokenizer({**settings, "added_tokens": blanks, "post_processor": None})
@@ -455,39 +450,3 @@ class PromptBuilder:
 def _is_no_text(mark: Mapping[str, Any]) -> bool:
     """Whether llguidance has no text made with an added token: a special one, or one in angle brackets."""
     return bool(mark.get("special")) or (mark["content"].startswith("<") and mark["content"].endswith(">"))
-
-
-class PlainTokenizer:
-    """A tokenizer without special tokens, for stretches of a prompt that was cut at these. Some tokenizers put a mark
-    before the first word of a text; a stretch behind a special token is not the first."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._first = self._later = Tokenizer.from_str(json.dumps(settings))
-        before = settings.get("pre_tokenizer") or {}
-        if before.get("type") == "Metaspace" and before.get("prepend_scheme") == "first":
-            later = {**settings, "pre_tokenizer": {**before, "prepend_scheme": "never"}}
-            self._later = Tokenizer.from_str(json.dumps(later))
-
-    def ids(self, text: str, *, first: bool) -> list[int]:
-        """The ids of a stretch; `first` if the prompt begins with it."""
-        tokenizer = self._first if first else self._later
-        # A batch of one: `encode` would let no other thread run, the event loop's included, for seconds a megabyte.
-        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
-
-    def ids_behind(self, text: str) -> list[int]:
-        """The ids of a text behind another one, without the mark that some tokenizers put before each text."""
-        before, both = self.ids(_BEFORE, first=False), self.ids(_BEFORE + text, first=False)
-        return both[len(before) :] if both[: len(before)] == before else self.ids(text, first=False)
-
-
-def _showing_marks(settings: dict[str, Any]) -> Tokenizer:
-    """A tokenizer that keeps in decoded texts the marks that callers parse, even if they are special tokens, which are
-    otherwise skipped. Raises CheckpointError for an unknown kind of tokenizer."""
-    added = [
-        {**each, "special": False} if each["content"] in _SHOWN else each for each in settings.get("added_tokens", [])
-    ]
-    try:
-        return Tokenizer.from_str(json.dumps({**settings, "added_tokens": added}))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise CheckpointError(f"tokenizer.json has an unknown form: {str(error).splitlines()[0]}") from error

@@ -26,8 +26,9 @@ from common.hf.description import HfModel
 from common.media.item import Grid, Header, Modality, PromptPart
 from llm_service.families.hf import hf_family
 from llm_service.model_config.served import ServedModel
-from llm_service.prompt.builder import PlainTokenizer, PromptBuilder
+from llm_service.prompt.builder import PromptBuilder
 from llm_service.prompt.chat_template import ChatTemplate
+from llm_service.prompt.tokenizers import PlainTokenizer
 from llm_service.request import (
     ChatPrompt,
     MediaItem,
