@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from common.checkpoints.bitsandbytes import LEVELS
 from llm_service.layers.gpu import quantized_kernel as kernels
+from llm_service.layers.gpu.kernel_trial import gives
 from llm_service.layers.gpu.launch import Launch, splits_of
 from llm_service.layers.gpu.scaled_weight import ScaledExperts, ScaledWeight
 from llm_service.layers.linear.quantized_weight import GroupedWeight, Number, QuantizedWeight
@@ -23,6 +24,10 @@ _MANY = 256
 faster."""
 _MANY_EACH = 64
 """From so many rows per expert on, on average, its product is bound by arithmetic."""
+_TRIED_ROWS, _TRIED_OUTPUTS = (4, 40, 200), 1024
+"""Of a trial: rows for each kind of launch, and how many of their outputs are compared."""
+_APART = 0.02
+"""How far products may be from those of the widened weight, by their length: they are rounded to bfloat16."""
 _AT_ONCE = 1 << 25
 """Numbers that are widened at a time for them."""
 _WIDEN = 32, 128
@@ -58,7 +63,7 @@ class GpuWeight:
     `groups` int32 [inputs] is the group of each input. If tiles of `tile` inputs lie in one group each, groups have
     `columns` inputs, and the first group lacks its first `before`; otherwise `columns` is 0. `order` int64 [inputs], if
     any, is the order of the inputs. `scaled`, or `scaled_experts` for experts, computes many rows in bfloat16 where it
-    is available.
+    is available. `few`: our kernel multiplies few rows; otherwise the weight is widened for these as well.
     """
 
     number: Number
@@ -75,6 +80,7 @@ class GpuWeight:
     order: Tensor | None
     scaled: ScaledWeight | None = None
     scaled_experts: ScaledExperts | None = None
+    few: bool = True
 
     @classmethod
     def of(cls, parts: Sequence[QuantizedWeight], order: Tensor | None = None) -> GpuWeight | None:
@@ -83,7 +89,7 @@ class GpuWeight:
         if (whole := GroupedWeight.of(parts, order)) is None:
             return None
         made = cls._of([whole])
-        return replace(made, scaled=ScaledWeight.of(whole, made.codes[0]))
+        return replace(made, scaled=ScaledWeight.of(whole, made.codes[0]), few=_multiplies_few(made))
 
     @classmethod
     def of_experts(cls, experts: Sequence[Sequence[QuantizedWeight]]) -> GpuWeight:
@@ -137,7 +143,7 @@ class GpuWeight:
         """x […, inputs] → x Wᵀ + b, […, outputs], in the type of x, by the first expert's weight."""
         rows = x.reshape(-1, self.inputs)
         rows = rows if self.order is None else rows[:, self.order]
-        if len(rows) <= _MANY:
+        if self.few and len(rows) <= _MANY:
             out = self._run(rows)
         elif self.scaled is not None and x.dtype == torch.bfloat16:
             out = self.scaled.product(rows)
@@ -219,6 +225,34 @@ class GpuWeight:
             "E4M3_SCALES": self.scale.dtype == torch.uint8,
             "ZEROS": min(2, self.zero.shape[1]),
         }
+
+
+_found: dict[tuple[object, ...], bool] = {}
+"""Results of trials, by the form of a weight and its device."""
+
+
+def _multiplies_few(weight: GpuWeight) -> bool:
+    """Whether a GPU's kernel is right for weights of this form, tried with the first of them."""
+    device, groups, zeros = weight.codes.device, weight.scale.shape[1], weight.zero.shape[1]
+    if device.type != "cuda":
+        return True
+    form = weight.number, weight.scale.dtype, weight.tile, weight.columns, min(groups, 2), min(zeros, 2), device
+    if form not in _found:
+        _found[form] = few_are_right(weight)
+    return _found[form]
+
+
+def few_are_right(weight: GpuWeight, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether products of few rows are those of the widened weight: a compiler may make wrong code of a kernel."""
+    count = min(weight.outputs, _TRIED_OUTPUTS)
+    wide = weight._wide(torch.float32, 0, count)
+
+    def is_right(rows: int) -> bool:
+        x = torch.randn(rows, weight.inputs, device=wide.device).to(dtype)
+        what = f"products of {weight.number.value} with few rows"
+        return gives(what, lambda: weight._run(x)[:, :count], x.float() @ wide.T, _APART)
+
+    return all(map(is_right, _TRIED_ROWS))
 
 
 def _levels(number: Number, unit: Tensor) -> Tensor:

@@ -235,3 +235,16 @@ class _Stored:
 
     def get_shape(self) -> list[int]:
         return list(self._weight.shape)
+
+
+@pytest.mark.parametrize("form", ["awq", "nvfp4", "fp8 in ragged blocks", "gptq in order of importance"])
+def test_where_a_kernel_is_wrong_few_rows_are_multiplied_with_the_widened_weight(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a compiler makes wrong code of it for one kind of GPU."""
+    quantized = quantised(form, 72)
+    weight, run = on_gpu(quantized), GpuWeight._run
+    assert module.few_are_right(weight, torch.float16)
+    monkeypatch.setattr(GpuWeight, "_run", lambda *given: run(*given) * 1.1)
+    assert not module.few_are_right(weight, torch.float16)
+    check(replace(weight, few=False), quantized.wide(), 5)
