@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy as np
 
-from common.cpu.jit import inner
+from common.cpu.jit import Array, inner
 from common.cpu.phases import done, take, wait
 
 SIZE = numba.types.UniTuple(numba.intp, 2)
@@ -49,3 +50,9 @@ def product_work(pack: Any, multiply: Any) -> Any:
             index = take(counts, 1, thread, tasks)
 
     return work
+
+
+def check_rows(x: Array, inputs: int) -> None:
+    """Raises ValueError where x is not float32 [m, inputs]."""
+    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
+        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")

@@ -12,7 +12,7 @@ import torch
 
 from common.cpu import panel_tasks, phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.panel_tasks import SIZE, check_rows, product_work
 from common.cpu.phases import counts_of, first_of
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.claims import ask_lines
@@ -231,8 +231,7 @@ def product(x: Array, panels: Array, bias: Array | None, inputs: int, outputs: i
 
     Raises ValueError where x has another shape or dtype.
     """
-    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
-        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")
+    check_rows(x, inputs)
     out: Array = torch.empty((x.shape[0], outputs)).numpy()  # begins with a line, and is kept by the heap
     bits = np.ascontiguousarray(x).view(np.uint32)
     for begin in range(0, len(x), AT_ONCE):

@@ -12,7 +12,7 @@ from numba.extending import overload
 
 from common.cpu import panel_tasks, phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.panel_tasks import SIZE, check_rows, product_work
 from common.cpu.phases import counts_of
 from common.cpu.routines import Routine, parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
@@ -264,8 +264,7 @@ def product(x: Array, panels: Array, scale: Array | None, bias: Array | None, ou
 
     Raises ValueError where x has another shape or dtype.
     """
-    if x.ndim != 2 or x.shape[1] != panels.shape[1] or x.dtype != np.float32:
-        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {panels.shape[1]} inputs")
+    check_rows(x, panels.shape[1])
     out, x = np.empty((x.shape[0], outputs), np.float32), np.ascontiguousarray(x)
     given = [_NONE if each is None else each for each in (scale, bias)]
     for begin in range(0, len(x), AT_ONCE):

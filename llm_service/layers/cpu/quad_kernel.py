@@ -11,7 +11,7 @@ import numpy as np
 
 from common.cpu import panel_tasks, phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, exact, inner, threads_used
-from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.panel_tasks import SIZE, check_rows, product_work
 from common.cpu.phases import counts_of
 from common.cpu.routines import Routine, parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES
@@ -200,8 +200,7 @@ def product(x: Array, panels: Array, scale: Array, bias: Array, step: float, inp
 
     Raises ValueError where x has another shape or dtype.
     """
-    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
-        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")
+    check_rows(x, inputs)
     out, x = np.empty((x.shape[0], outputs), np.float32), np.ascontiguousarray(x)
     for begin in range(0, len(x), AT_ONCE):
         part = x[begin : begin + AT_ONCE]

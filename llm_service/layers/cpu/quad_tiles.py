@@ -10,7 +10,7 @@ import torch
 
 from common.cpu import panel_tasks, phases, tile_kernel, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.panel_tasks import SIZE, check_rows, product_work
 from common.cpu.phases import counts_of
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.tile_kernel import AT_ONCE, KEPT, MOST, TOGETHER, ask_share, padded, room_for, task_size
@@ -78,8 +78,7 @@ def product(x: Array, panels: Array, scale: Array, bias: Array, step: float, inp
 
     Raises ValueError where x has another shape or dtype.
     """
-    if x.ndim != 2 or x.shape[1] != inputs or x.dtype != np.float32:
-        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {inputs} inputs")
+    check_rows(x, inputs)
     out: Array = torch.empty((x.shape[0], outputs)).numpy()  # begins with a line, and is kept by the heap
     x = np.ascontiguousarray(x)
     for begin in range(0, len(x), AT_ONCE):

@@ -14,7 +14,7 @@ import numpy as np
 
 from common.cpu import panel_tasks, phases, vectors, weight_panels
 from common.cpu.jit import Array, Typed, inner, threads_used
-from common.cpu.panel_tasks import SIZE, product_work
+from common.cpu.panel_tasks import SIZE, check_rows, product_work
 from common.cpu.phases import counts_of
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
@@ -208,7 +208,7 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
 
     Raises ValueError where x has another shape or type.
     """
-    return in_goes(_kernel, np.float32, _AT_ONCE, x, weight, groups, bias, outputs, rows_of_task)
+    return in_passes(_kernel, np.float32, _AT_ONCE, x, weight, groups, bias, outputs, rows_of_task)
 
 
 def rows_of_task(rows: int, panels: int, threads: int) -> tuple[int, int]:
@@ -216,7 +216,7 @@ def rows_of_task(rows: int, panels: int, threads: int) -> tuple[int, int]:
     return task_rows(rows, panels, threads), 1
 
 
-def in_goes(
+def in_passes(
     kernel: Callable[..., None],
     kind: type[np.generic],
     at_once: int,
@@ -230,8 +230,7 @@ def in_goes(
     """See `product`: computes `at_once` rows per pass with a kernel that takes x as this dtype. `size_of` gives a
     task's rows and panels, for the numbers of rows, panels and threads."""
     codes = weight[0]
-    if x.ndim != 2 or x.shape[1] != codes.shape[1] or x.dtype != np.float32:
-        raise ValueError(f"{x.dtype} {x.shape} does not fit a weight of {codes.shape[1]} inputs")
+    check_rows(x, codes.shape[1])
     out, numbers = np.empty((len(x), outputs), np.float32), np.ascontiguousarray(x).view(kind)
     for begin in range(0, len(x), at_once):
         part = numbers[begin : begin + at_once]

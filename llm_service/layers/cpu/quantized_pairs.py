@@ -27,7 +27,7 @@ from llm_service.layers.cpu.quantized_kernel import (
     NIBBLES,
     Weight,
     group_constants,
-    in_goes,
+    in_passes,
     rows_of_task,
     typed,
 )
@@ -158,4 +158,4 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
 
     Raises ValueError where x has another shape or dtype.
     """
-    return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, rows_of_task)
+    return in_passes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, rows_of_task)

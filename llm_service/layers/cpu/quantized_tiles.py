@@ -21,7 +21,7 @@ from common.cpu.vectors.stored import lower_half, upper_half
 from common.cpu.vectors.tiles import BLOCK, configure_tiles, release_tiles
 from common.cpu.weight_panels import VECTORS, WIDTH, first_line, write_panel
 from llm_service.layers.cpu import panel_kernel, quantized_kernel, quantized_pairs
-from llm_service.layers.cpu.quantized_kernel import Weight, group_constants, in_goes, typed
+from llm_service.layers.cpu.quantized_kernel import Weight, group_constants, in_passes, typed
 from llm_service.layers.cpu.quantized_pairs import widen
 
 _STEP = 2 * BLOCK
@@ -150,4 +150,4 @@ def product(x: Array, weight: Weight, groups: tuple[Array, Array], bias: Array |
     def size_of(rows: int, panels: int, threads: int) -> tuple[int, int]:
         return task_size(rows, _MOST, panels, together, threads)
 
-    return in_goes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, size_of)
+    return in_passes(_kernel, np.uint32, AT_ONCE, x, weight, groups, bias, outputs, size_of)
