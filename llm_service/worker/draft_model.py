@@ -107,7 +107,7 @@ class DraftModel:
         for ahead in range(1, max(asked, default=0)):
             numbers = [number for number in followed[-1] if asked[number] > ahead]
             positions = array("i", [places[number][1] + ahead for number in numbers])
-            behind = self._behind(self._runner.last_hidden, [draws[number] for number in numbers])
+            behind = self._behind(launched[-1].hidden, [draws[number] for number in numbers])
             launched.append(
                 self._runner.launch(
                     StepPlan(
@@ -129,7 +129,7 @@ class DraftModel:
         """What it takes of the model's hidden states at these positions; None if nothing."""
         return None
 
-    def _behind(self, _hidden: Tensor, _places: Sequence[int]) -> Tensor | None:
+    def _behind(self, _hidden: Tensor | None, _places: Sequence[int]) -> Tensor | None:
         """What it takes of its own hidden states, if it continues from them."""
         return None
 
@@ -192,7 +192,8 @@ class HeadProposer(DraftModel):
         (there,) = to_device([np.array(places, np.int64)], hidden.device)
         return self._head.enter(hidden[there])
 
-    def _behind(self, hidden: Tensor, places: Sequence[int]) -> Tensor | None:
+    def _behind(self, hidden: Tensor | None, places: Sequence[int]) -> Tensor | None:
+        assert hidden is not None, "its steps continue from hidden states"
         (there,) = to_device([np.array(places, np.int64)], hidden.device)
         return hidden[there]
 

@@ -69,9 +69,12 @@ class Launched:
         replayed: bool,
         proposed: Callable[[], list[list[int]]] = list,
         pooled: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> None:
         self._drawn, self._prompt_logprobs, self._replayed, self._proposed = drawn, logprobs, replayed, proposed
         self._pooled = None if pooled is None else ToHost(pooled)
+        self.hidden = hidden
+        """Of a draft head: the hidden states [draws, hidden] that it continues from, until the next step."""
         self._began, self._ended = began, time.perf_counter()
         self._device = device
         self._over: torch.cuda.Event | None = None
@@ -139,7 +142,6 @@ class ModelRunner:
         self._draw = _sampler_on(decoder.device)
         self._chosen = torch.empty(0, dtype=torch.int64, device=decoder.device)
         self._known = True  # on every rank: there are no tokens yet
-        self.last_hidden = self._chosen
 
     @property
     def row_bytes(self) -> int:
@@ -203,8 +205,7 @@ class ModelRunner:
         prompt logprobs. The tokens that the plan carries over come from the step launched before, which may still be
         running. `masks` that arrive after the plan are awaited when the forward pass has been launched. The host waits
         for the device only for prompt logprobs, for drafts of a draft model, and where torch computes attention or
-        samples. `previous` [n, hidden] are the hidden states that a draft head continues from; its own, one for each
-        draw, are in `last_hidden` until the next step."""
+        samples. `previous` [n, hidden] are the hidden states that a draft head continues from."""
         began = time.perf_counter()
         proposed: Callable[[], list[list[int]]] = list
         with self.core_share.computing() if self.core_share is not None else nullcontext():
@@ -216,8 +217,6 @@ class ModelRunner:
                 proposed = self.proposer.propose(plan, chosen, forwarded.extracted)
         if drawn is not None:
             self._choose(drawn.tokens, known=plan.greedy)
-        if previous is not None:
-            self.last_hidden = forwarded.hidden
         return Launched(
             drawn,
             forwarded.prompt_logprobs,
@@ -226,6 +225,7 @@ class ModelRunner:
             replayed=forwarded.replayed,
             proposed=proposed,
             pooled=pooled,
+            hidden=forwarded.hidden if previous is not None else None,
         )
 
     @torch.inference_mode()
