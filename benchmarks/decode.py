@@ -39,7 +39,7 @@ from llm_service.models.quantization_config import Scheme
 from llm_service.plan import Chunk, Draw, StateCopies, StepAdapters, StepPlan
 from llm_service.worker.adapters import RankAdapters, shapes_of
 from llm_service.worker.caches import Caches
-from llm_service.worker.memory import appended
+from llm_service.worker.dummy_plans import appended
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 from testkit import reference

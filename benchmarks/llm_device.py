@@ -35,8 +35,8 @@ from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.worker.caches import Caches
+from llm_service.worker.dummy_plans import appended
 from llm_service.worker.graphs import CaptureBounds
-from llm_service.worker.memory import appended
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 

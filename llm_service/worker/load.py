@@ -36,16 +36,12 @@ from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.draft_model import DraftModel
+from llm_service.worker.dummy_plans import largest_step, prompt_plan
 from llm_service.worker.graphs import CaptureBounds
 from llm_service.worker.hf_adapters import HfAdapters
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.load_adapters import rank_adapters
-from llm_service.worker.memory import (
-    Gauge,
-    cache_budget,
-    largest_step,
-    prompt,
-)
+from llm_service.worker.memory import Gauge, cache_budget
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.rank_memory import (
     CacheRoom,
@@ -248,7 +244,7 @@ def _run_largest_step(
     first.warm_up()
     if settings.compile and loaded.decoder.layers:
         _compile(loaded.decoder, loaded.group, device)
-    first.run(prompt(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
+    first.run(prompt_plan(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
     first.run(plan)
     return changeover, device.type == "cuda" and settings.graphs != "off" and _capturable(first)
 
@@ -351,10 +347,10 @@ def _choose_kernels(names: list[str], group: TensorGroup, *, wait: bool) -> Chan
 def _short_prompt_plan(settings: EngineSettings) -> tuple[StepPlan, int]:
     """A prompt short enough for the kernels for many rows, if there are any."""
     if settings.kernels == "torch":
-        return prompt(2, settings.block_size)
+        return prompt_plan(2, settings.block_size)
     from llm_service.layers.cpu.row_kernels import FEW
 
-    return prompt(FEW + 1, settings.block_size)
+    return prompt_plan(FEW + 1, settings.block_size)
 
 
 def _compile(decoder: Model, group: TensorGroup, device: torch.device) -> None:

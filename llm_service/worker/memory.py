@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import os
 import resource
-from array import array
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.tensor_parallel import TensorGroup
-from llm_service.plan import Appended, Chunk, Draw, RowSlice, StepPlan
 from llm_service.settings import EngineSettings
 
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.4
@@ -26,42 +23,6 @@ _SNAPSHOTS = 16
 _CGROUP = Path("/sys/fs/cgroup")
 _FILE_BLOCK = 512
 """Bytes that stat counts the memory of a file in."""
-
-
-def largest_step(settings: EngineSettings, row_bytes: int) -> tuple[StepPlan, int]:
-    """A plan as large as any, and the number of blocks that it uses: one token of as many sequences as may run, and a
-    prefill that fills the step up, with media rows as far as the arena has any; each draws a token by sorting the
-    vocabulary, with penalties, and tells how likely it was."""
-    decodes = settings.max_running - 1
-    rest = settings.max_step_tokens - decodes
-    width = -(-rest // settings.block_size)
-    chunks = [Chunk(0, 1, row) for row in range(decodes)]
-    chunks.append(Chunk(0, rest, decodes))
-    tables = [appended(row, [row]) for row in range(decodes)]
-    tables.append(appended(decodes, range(decodes, decodes + width)))
-    ids = array("i", [0] * settings.max_step_tokens)
-    places = [*range(decodes), settings.max_step_tokens - 1]
-    draws = [
-        Draw(at=place, temperature=1.0, top_p=0.9, repetition_penalty=1.1, prompt=bytes(4), logprobs=0)
-        for place in places
-    ]
-    rows = [RowSlice(decodes, 0, count)] if (count := min(rest, settings.row_arena_bytes // row_bytes)) else []
-    slots = list(range(len(chunks)))
-    made = StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, rows, draws, slots=slots, appended=tables)
-    return made, decodes + width
-
-
-def prompt(count: int, block_size: int) -> tuple[StepPlan, int]:
-    """A plan of one sequence of so many tokens, and the number of its blocks."""
-    ids, width = array("i", [0] * count), -(-count // block_size)
-    draws, tables = [Draw(at=count - 1)], [appended(0, range(width))]
-    chunks = [Chunk(0, count, 0)]
-    return StepPlan(ids.tobytes(), (ids * 3).tobytes(), chunks, [], draws, slots=[0], appended=tables), width
-
-
-def appended(row: int, blocks: Iterable[int]) -> Appended:
-    """A whole table."""
-    return Appended(row, 0, array("i", blocks).tobytes())
 
 
 class Gauge:

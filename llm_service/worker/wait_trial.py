@@ -8,7 +8,7 @@ import msgspec
 from common.gpu.device import told_waits
 from common.telemetry import log
 from llm_service.plan import Draw
-from llm_service.worker.memory import prompt
+from llm_service.worker.dummy_plans import prompt_plan
 from llm_service.worker.model_runner import ModelRunner
 
 _DRAWS = Draw(at=0), Draw(at=0, temperature=1.0, top_p=0.9, top_k=20, output=bytes(4), presence_penalty=1.0)
@@ -18,7 +18,7 @@ _log = log.get("steps")
 def unmeant_waits(runner: ModelRunner) -> list[str]:
     """The lines of code that wait, except for the wait for tokens that a draft model needs. Whatever these steps leave
     in the runner is overwritten by the first plans."""
-    plan, _ = prompt(1, runner.caches.block_size)
+    plan, _ = prompt_plan(1, runner.caches.block_size)
     found: list[str] = []
     for draw in _DRAWS:
         step = msgspec.structs.replace(plan, draws=[draw])

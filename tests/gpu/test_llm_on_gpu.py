@@ -25,10 +25,10 @@ from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
 from llm_service.worker import gpu_sampler, sampler
 from llm_service.worker.caches import Caches
+from llm_service.worker.dummy_plans import largest_step
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, GraphKind, decode_sizes, prefill_sizes
 from llm_service.worker.load import load_rank
-from llm_service.worker.memory import largest_step
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.wait_trial import unmeant_waits
 from testkit.attention_cases import WAYS, Case, shape_of

@@ -23,7 +23,7 @@ from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.request import SamplingParams
 from llm_service.worker.caches import Caches
 from llm_service.worker.draft_loader import load_draft_model, load_eagle_head
-from llm_service.worker.memory import appended
+from llm_service.worker.dummy_plans import appended
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.row_arena import RowArena
 from testkit import reference

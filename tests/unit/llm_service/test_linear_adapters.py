@@ -26,7 +26,7 @@ from llm_service.models.decoder import Decoder
 from llm_service.plan import StepAdapters, StepPlan
 from llm_service.worker import adapters as rank_adapters
 from llm_service.worker.adapters import RankAdapters, adapted_linears, shapes_of
-from llm_service.worker.memory import prompt
+from llm_service.worker.dummy_plans import prompt_plan
 
 RANK, ROWS = 5, 9
 SLOTS = np.array([0, -1, 1, 1, -1, 0, 0, 0, 0])
@@ -250,7 +250,7 @@ def shares(decoder: Decoder, seed: int, every: int) -> dict[PackedLinear, dict[s
 
 def filling(number: int) -> StepPlan:
     """A step without rows that an adapter would add to."""
-    return msgspec.structs.replace(prompt(1, 16)[0], adapters=StepAdapters(filled=[(1, number)]))
+    return msgspec.structs.replace(prompt_plan(1, 16)[0], adapters=StepAdapters(filled=[(1, number)]))
 
 
 def test_what_adapts_gates_and_what_they_open_as_one_goes_to_each_where_a_checkpoint_has_two() -> None:

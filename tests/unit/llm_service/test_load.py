@@ -27,7 +27,8 @@ from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan, StepResult
 from llm_service.settings import CacheDtype, EngineSettings
 from llm_service.worker import load, load_adapters, rank_memory
-from llm_service.worker.memory import Gauge, prompt
+from llm_service.worker.dummy_plans import prompt_plan
+from llm_service.worker.memory import Gauge
 from llm_service.worker.messages import AddAdapter
 from llm_service.worker.model_runner import ModelRunner
 from testkit.local_engine import LocalEngine
@@ -227,7 +228,7 @@ def test_a_rank_divides_the_cores_while_it_computes_and_looks_before_each_layer(
     runner = load.load_rank(settings, torch.device("cpu"), ALONE, memory.fd).runner
     assert runner.core_share is not None
     used.clear()
-    plan = prompt(1, settings.block_size)[0]
+    plan = prompt_plan(1, settings.block_size)[0]
     with other.computing():
         looks.clear()
         runner.run(plan)

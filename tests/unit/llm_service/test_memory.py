@@ -16,13 +16,13 @@ from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.plan import RowSlice
 from llm_service.settings import EngineSettings
+from llm_service.worker.dummy_plans import largest_step
 from llm_service.worker.load import _compile
 from llm_service.worker.memory import (
     available_memory,
     block_count,
     cache_budget,
     host_block_count,
-    largest_step,
     slot_count,
     snapshot_count,
 )

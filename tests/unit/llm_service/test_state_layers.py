@@ -35,7 +35,8 @@ from llm_service.plan import Chunk, Draw, StepPlan
 from llm_service.request import SamplingParams
 from llm_service.settings import EngineSettings
 from llm_service.worker import load
-from llm_service.worker.memory import Gauge, appended
+from llm_service.worker.dummy_plans import appended
+from llm_service.worker.memory import Gauge
 from llm_service.worker.model_runner import Launched, ModelRunner
 from tests.unit.llm_service.test_load import SETTINGS
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from benchmarks.step_host import NoGraph, runner_of
 from common.gpu.device import told_waits
 from llm_service.plan import Draw, StepPlan
-from llm_service.worker.memory import prompt
+from llm_service.worker.dummy_plans import prompt_plan
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.wait_trial import unmeant_waits
 
@@ -93,7 +93,7 @@ def test_tokens_that_drafts_are_to_follow_are_waited_for(modes: list[str], monke
 
 
 def test_the_steps_that_follow_are_what_they_would_have_been(modes: list[str]) -> None:
-    plan = prompt(9, 16)[0]
+    plan = prompt_plan(9, 16)[0]
     plan = msgspec.structs.replace(plan, draws=[Draw(at=8, logprobs=3)])
     runner = runner_of(2, 64, NoGraph())
     before = runner.run(plan)
