@@ -311,11 +311,13 @@ class Fetch:
 
     def _is_stalled(self) -> bool:
         """Whether to give up an encoder from which no more rows come, for another one that would have brought the rest
-        long ago. Both at once cannot write to the item's place."""
+        long ago. Both at once cannot write to the item's place, and what this one has computed is lost: so it must take
+        far longer than for any row before."""
         own, hedge = self._attempt, self._context.pool.settings.hedge
         assert own is not None
         waited = own.waited
-        return 0 < hedge <= waited and self._elsewhere(own, waited) is not None
+        overdue = 0 < hedge <= waited and waited >= FAR_LONGER * own.longest_wait
+        return overdue and self._elsewhere(own, waited) is not None
 
     def _elsewhere(self, own: Attempt, waited: float) -> Replica | None:
         """An encoder at which an item would wait far less than it has waited at its own, which is marked slow. Another

@@ -130,6 +130,26 @@ async def test_an_item_whose_rows_stop_coming_is_continued_at_another_encoder() 
         await eventually(lambda: not first.open)
 
 
+async def test_rows_that_come_as_slowly_as_the_first_ones_are_waited_for() -> None:
+    """What an encoder computes slowly, but steadily, need not begin anew at another one."""
+    async with bench(ScriptedEncoder(), ScriptedEncoder(), hedge=1.0) as b:
+        await b.usable(2)
+        first, second = b.first_and_second(b"picture")
+
+        async def is_slow(call: Call) -> None:
+            waited = replica_of(b, first).expected
+            await call.header()
+            await is_alive(call, lambda: waited(12) > 0.5)
+            await call.rows(0)
+            await is_alive(call, lambda: waited(12) > 1.2)
+            await call.rows(RUN, ROWS - RUN)
+            await call.done()
+
+        first.script = [is_slow]
+        assert await b.whole(b"picture") == content(b"picture")
+        assert (len(first.calls), len(second.calls)) == (1, 0)
+
+
 async def test_rows_that_stop_coming_twice_are_waited_for() -> None:
     """It may be the item that devices hang over."""
     async with bench(*(ScriptedEncoder() for _ in range(3)), hedge=HEDGE) as b:
