@@ -82,8 +82,9 @@ class Pipeline:
             found = lock.found
             if found is not None and found.agrees(header) and (entry := await self._load(flight, shared_store, found)):
                 return entry
-            lock.entry = await self._compute(flight, plan, header, time_budget)
-            return lock.entry
+            entry = await self._compute(flight, plan, header, time_budget)
+            lock.computed = True
+            return entry
 
     async def _find(self, flight: Flight, shared_store: SharedStore) -> Entry | None:
         with flight.times.timed("shared"):

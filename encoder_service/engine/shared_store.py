@@ -54,10 +54,10 @@ class SharedStoreMiss(Exception):
 @dataclass(slots=True, eq=False)
 class SharedStoreLock:
     """The result of `SharedStore.lock`: `found` is set if another replica has put the item there. The holder of the
-    lock sets `entry` once it has computed it."""
+    lock says that it is `computed` once the local store has an entry of it."""
 
     found: Header | None = None
-    entry: Entry | None = None
+    computed: bool = False
 
 
 class SharedStore:
@@ -153,7 +153,7 @@ class SharedStore:
     async def lock(self, key: bytes, salt: str) -> AsyncIterator[SharedStoreLock]:
         """This replica's lock to compute an item, or another replica's rows.
 
-        The context sets `entry` once it has computed; the entry is then written in the background, and the lock
+        An item that is `computed` is then written in the background, if the local store still has it, and the lock
         released afterwards. On every other way out the lock is released at once.
         """
         token = secrets.token_bytes(16)
@@ -163,7 +163,7 @@ class SharedStore:
             lock.found, locked = await self._lock_or_find(key, salt, token)
             yield lock
         finally:
-            if lock.entry is not None:
+            if lock.computed:
                 self._offer(key, salt, token)
             elif locked:
                 self._unlock_soon(key, token)

@@ -50,8 +50,8 @@ async def computed(
         assert lock.found == found
         allocation = await store.allocate(header.tokens)
         store.buffer.slice(allocation.span)[:] = ROWS[: allocation.span.size]
-        lock.entry = store.commit(allocation, header, salt)
-    store.unpin(lock.entry.allocation)
+        entry, lock.computed = store.commit(allocation, header, salt), True
+    store.unpin(entry.allocation)
 
 
 async def written(made: SharedStore, count: int = 1) -> None:

@@ -131,8 +131,8 @@ async def test_the_second_replica_waits_for_the_first_one_s_rows(server):
             assert not waiting.done()
             allocation = await store.allocate(TOKENS)
             store.buffer.slice(allocation.span)[:] = ROWS
-            lock.entry = store.commit(allocation, HEADER, "")
-        store.unpin(lock.entry.allocation)
+            entry, lock.computed = store.commit(allocation, HEADER, ""), True
+        store.unpin(entry.allocation)
         assert await waiting == HEADER
         assert await loaded(other, HEADER) == ROWS
 
