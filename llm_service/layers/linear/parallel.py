@@ -78,10 +78,14 @@ class PackedLinear(Linear):
 
     def places(self, part: str) -> Tensor:
         """Where the outputs of a part are, int64 [m], in the order of this rank's rows of it."""
+        begin, end = self._outputs_of(part)
+        return torch.arange(begin, end) if self._order is None else self._order[begin:end]
+
+    def _outputs_of(self, part: str) -> tuple[int, int]:
+        """Where this rank's rows of a part begin and end among those of all parts."""
         names = list(self.parts)
         begin = sum(length(each) for name in names[: names.index(part)] for each in self.parts[name])
-        end = begin + sum(map(length, self.parts[part]))
-        return torch.arange(begin, end) if self._order is None else self._order[begin:end]
+        return begin, begin + sum(map(length, self.parts[part]))
 
     def partition(self, part: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's partition of an adapter's two matrices, A [r, all inputs] and B [all outputs, r] of a part."""
@@ -92,9 +96,7 @@ class PackedLinear(Linear):
         return {f"{part}.{kind}": partial(self._place, part, kind) for part, kind in self._missing}
 
     def _place(self, part: str, kind: str, stored: Stored) -> None:
-        names, rows = list(self.parts), self.parts[part]
-        begin = sum(length(each) for name in names[: names.index(part)] for each in self.parts[name])
-        end, whole = begin + sum(map(length, rows)), getattr(self, kind)
+        (begin, end), rows, whole = self._outputs_of(part), self.parts[part], getattr(self, kind)
         read = [stored[each, self._inputs] if kind == "weight" else stored[each] for each in rows]
         shape, expected = (sum(each.shape[0] for each in read), *read[0].shape[1:]), (end - begin, *whole.shape[1:])
         if shape != expected:
