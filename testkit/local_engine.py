@@ -53,6 +53,7 @@ from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eag
 from llm_service.worker.executor import LoneExecutor
 from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
 from llm_service.worker.host_cache import HostCache
+from llm_service.worker.loaded_adapters import LoadedAdapters
 from llm_service.worker.messages import AddAdapter
 from llm_service.worker.model_runner import Launched, ModelRunner
 from llm_service.worker.row_arena import RowArena
@@ -241,7 +242,7 @@ class LocalEngine:
         proposer = None if drafting is None else drafting.proposer(arena, blocks, block_size, attention)
         drafts_blocks = [] if proposer is None else proposer.caches.block_tensors
         read_adapters: list[Adapter] = []
-        slots: RankAdapters | HfAdapters | None = None
+        slots: LoadedAdapters | None = None
         if adapters:
             adaptable = adaptable_of(checkpoint.config if hf is None else hf.text, max_rank=8)
             assert isinstance(decoder, Decoder)

@@ -163,14 +163,9 @@ class RankAdapters:
         self._rows.put(numbers)
 
     @property
-    def for_graphs(self) -> RankAdapters:
-        """What graphs compute from."""
-        return self
-
-    @property
-    def capturable(self) -> bool:
-        """Steps with adapters in them may be captured."""
-        return self._rows.kernel is AdapterKernel.GPU
+    def for_graphs(self) -> RankAdapters | None:
+        """What graphs compute from; None if steps with adapters are not captured."""
+        return self if self._rows.kernel is AdapterKernel.GPU else None
 
     def tiles(self, tokens: int) -> RowTiles:
         """What a graph of so many tokens reads: room for any batch that fits, filled with a batch without adapters."""

@@ -303,7 +303,7 @@ class GraphRunner:
         if decoder.adds_first_level:  # the first level is not among embeddings
             bounds = replace(bounds, levels=bounds.levels + 1)
         self._decoder, self._caches, self._bounds = decoder, caches, bounds
-        self._adapters = adapters if adapters is not None and adapters.capturable else None
+        self._adapters = adapters
         self._null_slot = caches.null_block * caches.block_size
         like = torch.empty(decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._filled = 0  # leading places of `deep` that hold rows of the replay before

@@ -14,11 +14,10 @@ from llm_service.layers.attention.backend import Span, parts_at, runs_of
 from llm_service.layers.attention.metadata import AttentionMetadata, BatchNumbers
 from llm_service.models.model import Model
 from llm_service.plan import StepPlan
-from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.device_tables import DeviceTables
 from llm_service.worker.graphs import Graph
-from llm_service.worker.hf_adapters import HfAdapters
+from llm_service.worker.loaded_adapters import LoadedAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Inputs:
     `tables`. For a model whose runner `keeps_hidden`, hidden states of all places are computed."""
 
     def __init__(
-        self, model: Model, caches: Caches, adapters: RankAdapters | HfAdapters | None = None, *, keeps_hidden: bool
+        self, model: Model, caches: Caches, adapters: LoadedAdapters | None = None, *, keeps_hidden: bool
     ) -> None:
         self._model, self._caches, self._adapters, self._keeps_hidden = model, caches, adapters, keeps_hidden
         self.tables = DeviceTables(caches.block_size, model.device)

@@ -31,16 +31,15 @@ from llm_service.models.model import Model
 from llm_service.models.quantization_config import quantization_of
 from llm_service.plan import StepPlan
 from llm_service.settings import DRAFT_HEADS, CacheDtype, EngineSettings
-from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover, There
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.dummy_plans import largest_step, prompt_plan
 from llm_service.worker.graphs import CaptureBounds
-from llm_service.worker.hf_adapters import HfAdapters
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.load_adapters import rank_adapters
+from llm_service.worker.loaded_adapters import LoadedAdapters
 from llm_service.worker.memory import Gauge, cache_budget
 from llm_service.worker.model_runner import ModelRunner
 from llm_service.worker.rank_memory import (
@@ -178,7 +177,7 @@ class _LoadedModel:
     def runner(
         self,
         room: CacheRoom,
-        adapters: RankAdapters | HfAdapters | None = None,
+        adapters: LoadedAdapters | None = None,
         core_share: CoreShare | None = None,
     ) -> ModelRunner:
         """One with so much room."""
@@ -228,9 +227,7 @@ def _core_share(loaded: _LoadedModel, use: Callable[[int], None]) -> CoreShare |
     return cores
 
 
-def _run_largest_step(
-    loaded: _LoadedModel, adapters: RankAdapters | HfAdapters | None
-) -> tuple[Changeover | None, bool]:
+def _run_largest_step(loaded: _LoadedModel, adapters: LoadedAdapters | None) -> tuple[Changeover | None, bool]:
     """Runs the largest step to measure its memory. Returns the changeover to our kernels, if any, and whether there can
     be graphs."""
     settings, device = loaded.settings, loaded.device

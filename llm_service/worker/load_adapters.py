@@ -15,6 +15,7 @@ from llm_service.models.hf.decoder import HfDecoder
 from llm_service.settings import EngineSettings
 from llm_service.worker.adapters import RankAdapters, adaptable_of
 from llm_service.worker.hf_adapters import HfAdapters, hf_adaptable
+from llm_service.worker.loaded_adapters import LoadedAdapters
 
 
 def adapter_reader(settings: EngineSettings) -> Callable[[str], Adapter] | None:
@@ -49,7 +50,7 @@ def _own_adaptable(settings: EngineSettings, hf: HfModel, checkpoint: Checkpoint
         return hf_adaptable(config_of(checkpoint.folder), settings.max_lora_rank)
 
 
-def rank_adapters(settings: EngineSettings, decoder: Decoder | HfDecoder) -> RankAdapters | HfAdapters | None:
+def rank_adapters(settings: EngineSettings, decoder: Decoder | HfDecoder) -> LoadedAdapters | None:
     """Slots for adapters, if any are served. Raises CheckpointError if transformers computes the text, except for the
     checkpoint's own adapters."""
     if not settings.max_loras:

@@ -18,14 +18,13 @@ from llm_service.families.chunk_rule import ChunkRule
 from llm_service.models.model import Model
 from llm_service.plan import Draw, Masks, StepPlan, StepResult, TokenLogprobs, no_masks, with_masks
 from llm_service.worker import sampler
-from llm_service.worker.adapters import RankAdapters
 from llm_service.worker.caches import Caches
 from llm_service.worker.capture_trial import what_waits
 from llm_service.worker.fusion import fuse
 from llm_service.worker.graphs import CaptureBounds, Graph, GraphRunner
-from llm_service.worker.hf_adapters import HfAdapters
 from llm_service.worker.host_cache import HostCache
 from llm_service.worker.input_batch import InputBatch, Inputs
+from llm_service.worker.loaded_adapters import LoadedAdapters
 from llm_service.worker.messages import AdapterOrder, AddAdapter
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.sampler import Drawn, prompt_logprobs
@@ -124,7 +123,7 @@ class ModelRunner:
         arena: RowArena,
         caches: Caches,
         *,
-        adapters: RankAdapters | HfAdapters | None = None,
+        adapters: LoadedAdapters | None = None,
         host_cache: HostCache | None = None,
         proposer: Proposer | None = None,
         keeps_hidden: bool = False,
