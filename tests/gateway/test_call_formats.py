@@ -64,6 +64,9 @@ FORMS: dict[str, tuple[v1.ToolFormat, str, list[str], str]] = {
     ),
 }
 
+RARE = ("a section", "a list")
+"""Forms that run with `-m soak`: unit tests cover their parsers and their grammars of strict calls."""
+
 
 def prepared(checkpoint: Path, folder: Path, template: str, marks: list[str]) -> dict[str, int]:
     """Makes a checkpoint with these marks as special tokens; their ids."""
@@ -146,7 +149,9 @@ def check_calls_or_form(client: LlmClient, calls: str, begin: int) -> None:
         assert re.search(pattern, choice.text, re.DOTALL), choice.text
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in RARE else name for name in FORMS]
+)
 def test_calls_come_through_all_services(checkpoint: Path, tmp_path: Path, name: str) -> None:
     form, template, marks, text = FORMS[name]
     ids = prepared(checkpoint, tmp_path / "model", template, marks)

@@ -69,7 +69,7 @@ def alone(scaled: Path, qwen3: Pair) -> list[list[int]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param({"tp": 2}, id="ranks"),
+        pytest.param({"tp": 2}, id="ranks", marks=pytest.mark.soak),
         pytest.param({**DRAFTS, "draft_model": "itself", "tp": 2}, id="a draft model of the first rank"),
         pytest.param({**DRAFTS, "draft_model": "itself"}, id="a draft model", marks=pytest.mark.soak),
         pytest.param({**DRAFTS, "draft_model": "head", "speculative_method": "eagle3"}, id="EAGLE-3"),
