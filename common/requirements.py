@@ -48,11 +48,14 @@ GATEWAY_MODULES: Final = {
 }
 """Likewise, of `twinlens[gateway]`."""
 
+_LEAST: Final = (3, 11)
 _CHECKOUT: Final = Path(__file__).resolve().parents[1]
 
 
 def require(program: str, extra: str = "services", modules: Mapping[str, str] = MODULES) -> None:
-    """Ends the program with one line if packages of an extra are missing."""
+    """Ends the program with one line if Python is too old, or packages of an extra are missing."""
+    if sys.version_info[:2] < _LEAST:
+        sys.exit(f"{program}: Python {'.'.join(map(str, _LEAST))} or later is needed")
     if missing := [package for package, module in modules.items() if not _is_here(module)]:
         own = Path(".venv/bin/python")
         other = (

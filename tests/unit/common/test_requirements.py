@@ -38,6 +38,12 @@ def test_an_extra_is_installed_from_the_checkout_where_there_is_one(tmp_path: Pa
     assert install("services", ROOT) == f"pip install '{ROOT}' '{ROOT}/wheels/services'"
 
 
+def test_an_older_python_is_named_before_anything_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    with pytest.raises(SystemExit, match=r"^a_service: Python 3\.11 or later is needed$"):
+        require("a_service", modules={"missing-one": "no_such_module"})
+
+
 def test_an_environment_beside_the_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (python := tmp_path / ".venv" / "bin" / "python").parent.mkdir(parents=True)
