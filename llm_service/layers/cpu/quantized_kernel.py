@@ -65,7 +65,7 @@ def _scale_stretch(form: Any, places: Any, constants: Any, count: Any) -> None:
         scaled_stretch(VECTORS, TILE, _E2M1, places, constants, count)
 
 
-@inner
+@numba.njit(inline="always")
 def group_constants(room: Any, scale: Any, kind: Any, zero: Any, group: Any, panel: Any, panels: Any) -> Any:
     """The addresses of a group's scales and zeros, float32 [64] each, for the outputs of one of `panels` panels. What
     the weight has in another dtype is widened into `room`, an address with room for both; without zeros, the second
@@ -163,7 +163,7 @@ def _pack(row: Any, given: Any) -> None:
         begin = ends[group]
 
 
-@numba.njit(inline="always")
+@inner
 def _multiply(task: Any, given: Any) -> None:
     """Fills a task's part of out, in one panel."""
     out, packed, sums, x, weight, bias, (ends, _) = given
