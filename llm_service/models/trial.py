@@ -192,7 +192,7 @@ def _difference(decoder: Model, reference: Reference, rule: SpanRule = SpanRule.
     last = prompt.runs[-1][1] if prompt.runs else 8
     if rule in OF_PROMPTS:
         media = runs_of(np.isin(prompt.ids, prompt.together)) if rule is SpanRule.ALL_MEDIA else []
-        first = min(first, *(begin for begin, _ in media), first)
+        first = min([first, *(begin for begin, _ in media)])
         wholes = [(0, length), (first, length)]
         again = logits_in_chunks(decoder, prompt, positions, wholes, media or wholes)
         return _relative(again, torch.cat([reference.expected, reference.expected[first:]]))
