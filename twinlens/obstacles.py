@@ -28,6 +28,7 @@ _SAID = {
     "Failed parsing HTTP/2": Obstacle.NO_GRPC,
     "Socket closed": Obstacle.CLOSED,
     "Connection timed out": Obstacle.SILENT,
+    "connect() timed out": Obstacle.SILENT,
     "tcp handshaker shutdown": Obstacle.SILENT,
     "before receiving SETTINGS frame": Obstacle.SILENT,
     "ping timeout": Obstacle.SILENT,

@@ -14,7 +14,7 @@ from encoder_service.engine.pipeline import Pipeline
 from encoder_service.servicer import EncoderServicer
 from tests.faults import poison
 
-_compute, _get_load = Pipeline.compute, EncoderServicer.GetLoad
+_compute, _get_load = Pipeline._compute, EncoderServicer.GetLoad
 _asked = asyncio.Event()
 
 
@@ -35,6 +35,6 @@ async def _compute_or_die(self: Pipeline, flight: Flight, *given: Any) -> Entry:
 
 
 if __name__ == "__main__":
-    Pipeline.compute = _compute_or_die  # type: ignore[method-assign]
+    Pipeline._compute = _compute_or_die  # type: ignore[method-assign]
     EncoderServicer.GetLoad = _get_load_and_tell  # type: ignore[method-assign]
     main(worker="testkit.light.worker")
