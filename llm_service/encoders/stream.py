@@ -154,8 +154,8 @@ class EncodeStream:
         self, target: memoryview, mirror: MirrorPlace | None = None
     ) -> AsyncGenerator[tuple[int, int], None]:
         """Copies the stream's rows to their place in `target`, which has room for all of the item's, or into the ranks'
-        mirrors; yields how many more have arrived, and the number of their transport. None have whenever the encoder
-        says that it is at work.
+        mirrors; yields how many more have arrived, and the number of their transport. Yields 0 rows for each message in
+        which the encoder says that it is at work.
 
         Runs must come in order and without gaps. Raises DataLoss for any that is not as announced.
         """
