@@ -156,11 +156,16 @@ class HashExecutor:
     def _slot(self, blocks: list[int], index: int) -> int:
         return blocks[index // self.block_size] * self.block_size + index % self.block_size
 
+    def offload(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies (block, place) to the host's memory."""
+        size = self.block_size
+        for block, place in copies:
+            self.host[place] = [self.slots[block * size + n] for n in range(size)]
+
     def _copy(self, plan: StepPlan) -> None:
         """To the host's memory, and back."""
         size = self.block_size
-        for block, place in plan.offloaded:
-            self.host[place] = [self.slots[block * size + n] for n in range(size)]
+        self.offload(plan.offloaded)
         assert len({block for _, block in plan.loaded}) == len(plan.loaded)
         for place, block in plan.loaded:
             self.slots |= {block * size + n: each for n, each in enumerate(self.host[place])}
@@ -281,6 +286,15 @@ def expected(order: Order, choice: int, limits: SchedulerLimits) -> tuple[list[i
         if len(out) == sampling.max_tokens or len(order.prompt) + len(out) >= limits.max_context:
             return out, "length"
         value = _extend(value, token, -1, order.adapter, len(order.prompt) if limits.forgets_answers else 0)
+
+
+def expected_slots(order: Order) -> list[int]:
+    """What is computed in each slot of a prompt, of which no token depends on later ones."""
+    rows, value, out = order.rows_at(), 0, []
+    for index, token in enumerate(order.prompt):
+        value = _extend(value, token, rows.get(index, -1), order.adapter)
+        out.append(value)
+    return out
 
 
 def expected_vector(order: Order, limits: SchedulerLimits) -> bytes:

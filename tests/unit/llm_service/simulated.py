@@ -14,10 +14,24 @@ import msgspec
 import numpy as np
 
 from llm_service.engine.batch import Step
+from llm_service.engine.block_exchange import BlockExchange
 from llm_service.engine.block_manager import BlockManager
 from llm_service.engine.drafts import look_up
 from llm_service.engine.limits import SchedulerLimits
-from llm_service.engine.messages import NOWHERE, Add, Failed, ItemRows, Resumed, Token
+from llm_service.engine.messages import (
+    NOWHERE,
+    Add,
+    AwaitBlocks,
+    BlocksAnswer,
+    BlocksArrived,
+    BlocksRead,
+    Failed,
+    FindBlocks,
+    ItemRows,
+    LendBlocks,
+    Resumed,
+    Token,
+)
 from llm_service.engine.prompt_identities import block_identities, keyed_runs
 from llm_service.engine.scheduler import Scheduler
 from llm_service.engine.sequence import Sequence
@@ -25,6 +39,7 @@ from llm_service.families.chunk_rule import ANYWHERE, ChunkRule
 from llm_service.plan import StepResult, TokenLogprobs
 from llm_service.request import Pooling, SamplingParams
 from llm_service.worker.draft_model import verified
+from llm_service.worker.messages import OffloadBlocks, Pulled
 from testkit.in_turn import filled
 from tests.unit.llm_service.hashed import (
     EOS,
@@ -36,6 +51,7 @@ from tests.unit.llm_service.hashed import (
     alternating,
     expected,
     expected_scores,
+    expected_slots,
     expected_vector,
 )
 
@@ -104,6 +120,31 @@ class Outcome:
         return bool(self.failed) or self.aborted or bool(self.pooled) or all(self.ended)
 
 
+@dataclass(slots=True)
+class Exchange:
+    """Blocks of a prompt on their way to another service, or hither: their identities, what is computed in them, and
+    their places on the host, none before the engine has named these. Of those on their way hither, `written` are
+    complete."""
+
+    identities: list[bytes]
+    contents: list[list[int]]
+    hither: bool
+    places: list[int] = field(default_factory=list)
+    written: int = 0
+
+    @property
+    def awaits_more(self) -> bool:
+        return self.hither and self.written < len(self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """Copies to the host between two steps, and what to call then."""
+
+    copies: list[tuple[int, int]]
+    done: Callable[[Pulled], None]
+
+
 def front_identities(add: Add, block_size: int) -> list[bytes]:
     """What a front sends with it."""
     runs = keyed_runs((item.key, item.runs) for item in add.items)
@@ -160,8 +201,11 @@ class Simulation:
             "host_blocks": host_blocks,
         }
         self._new_blocks = partial(BlockManager, blocks, block_size, **caching)
-        self.scheduler = self._new_scheduler()
         self.executor = HashExecutor(block_size, forgets_answers)
+        self._under_way: deque[Step | _Ordered] = deque()
+        self.exchanges: dict[int, Exchange] = {}
+        self._num_exchanges = self._found = 0
+        self._begin()
         self.outcomes: dict[int, Outcome] = {}
         self.steps = 0
         self.computed = 0
@@ -172,7 +216,6 @@ class Simulation:
         self.fails = False
         """Memory does not suffice for the next step that is computed."""
         self._held_back: set[int] = set()
-        self._under_way: deque[Step] = deque()
         self._chosen: list[int] = []
         self._masks: list[bytes] = []
         self._foreseen: dict[tuple[int, int], list[int]] = {}
@@ -187,9 +230,12 @@ class Simulation:
         self._hand_over(id, landed=False)
         return id
 
-    def _new_scheduler(self) -> Scheduler:
-        draft = None if self.limits.proposes else self._draft
-        return Scheduler(self._new_blocks(), self.limits, frozenset({EOS}), ROW_BYTES, alternating, draft)
+    def _begin(self) -> None:
+        """A new engine, which has nothing yet."""
+        draft, blocks = None if self.limits.proposes else self._draft, self._new_blocks()
+        self.scheduler = Scheduler(blocks, self.limits, frozenset({EOS}), ROW_BYTES, alternating, draft)
+        self._exchange = BlockExchange(blocks, self._order, self._take_answer)
+        self.exchanges.clear()
 
     def _draft(self, sequence: Sequence, count: int, generated: int | None = None) -> array[int]:
         """What the sequence is going to say, as far as that can be foreseen; every third draft or so has one token that
@@ -210,8 +256,10 @@ class Simulation:
     def die(self) -> None:
         """The engine is gone with all that it held; the next one gets what has not ended, as far as it has come. What
         waits for places goes there when it has them."""
-        self.scheduler = self._new_scheduler()
+        self._begin()
         self._forget_computed()
+        self._under_way.clear()
+        self.executor.host.clear()
         for id, outcome in self.outcomes.items():
             outcome.started = 0
             outcome.taken = len(outcome.scored)
@@ -224,15 +272,16 @@ class Simulation:
 
     def _forget_computed(self) -> None:
         self.executor.slots.clear()
-        self.executor.host.clear()
         self.executor.states.clear()
         self.executor.tables.clear()
         self.executor.adapters.clear()
-        self._under_way.clear()
         self._chosen = []
 
     def _hand_over(self, id: int, *, landed: bool) -> None:
         """To the engine; `landed`: with the rows that are in the arena by now, as far as it has places."""
+        self.scheduler.add(self._message(id, landed=landed))
+
+    def _message(self, id: int, *, landed: bool) -> Add:
         outcome = self.outcomes[id]
         order, nowhere = outcome.order, outcome.nowhere
         add = Add(
@@ -264,7 +313,96 @@ class Simulation:
         if id % 2 and not self.limits.chunk_rule.of_prompts:  # as a front does
             names = front_identities(add, self.scheduler.blocks.block_size)
             add = msgspec.structs.replace(add, identities=b"".join(names))
-        self.scheduler.add(add)
+        return add
+
+    # --- blocks from and for other services ----------------------------------------------------------------------
+
+    def lend(self, id: int, first: int = 0) -> None:
+        """Another service wants the blocks of a request's prompt from this number on."""
+        number, exchange = self._new_exchange(id, first, hither=False)
+        self._exchange.take(LendBlocks(number, exchange.identities))
+
+    def await_blocks(self, id: int) -> None:
+        """Another service is to compute the prompt of a request, as far as it is not cached."""
+        self._exchange.take(FindBlocks(0, self._prompt_blocks(id)[0]))
+        number, exchange = self._new_exchange(id, self._found, hither=True)
+        self._exchange.take(AwaitBlocks(number, exchange.identities))
+
+    def _prompt_blocks(self, id: int) -> tuple[list[bytes], list[list[int]]]:
+        """The identities of a prompt's blocks, and what is computed in them."""
+        size = self.scheduler.blocks.block_size
+        assert not self.limits.chunk_rule.of_prompts, "blocks depend on later tokens"
+        names, slots = front_identities(self._message(id, landed=False), size), expected_slots(self.outcomes[id].order)
+        return names, [slots[at : at + size] for at in range(0, len(names) * size, size)]
+
+    def _new_exchange(self, id: int, first: int, *, hither: bool) -> tuple[int, Exchange]:
+        names, contents = self._prompt_blocks(id)
+        self._num_exchanges += 1
+        made = self.exchanges[self._num_exchanges] = Exchange(names[first:], contents[first:], hither)
+        return self._num_exchanges, made
+
+    def _order(self, order: OffloadBlocks, done: Callable[[Pulled], None]) -> None:
+        self._under_way.append(_Ordered(list(order.pairs), done))
+
+    def _carry_out(self) -> None:
+        """Carries out what was ordered before the oldest step under way."""
+        while self._under_way and isinstance(ordered := self._under_way[0], _Ordered):
+            self._under_way.popleft()
+            self.executor.offload(ordered.copies)
+            ordered.done(Pulled.LANDED)
+
+    def _take_answer(self, answer: BlocksAnswer) -> None:
+        if not answer.id:
+            self._found = answer.found
+        elif (exchange := self.exchanges.get(answer.id)) is not None:  # else it was given up meanwhile
+            exchange.places = list(answer.places)
+
+    def write_block(self, number: int) -> None:
+        """Another block arrives, first in part."""
+        exchange = self.exchanges[number]
+        if exchange.awaits_more:
+            place = exchange.places[exchange.written]
+            torn = [-number for _ in exchange.contents[exchange.written]]
+            whole = self.executor.host.get(place) == torn
+            self.executor.host[place] = exchange.contents[exchange.written] if whole else torn
+            exchange.written += whole
+
+    def end_exchange(self, number: int) -> None:
+        """All is read, or as much was written as will be."""
+        exchange = self.exchanges.pop(number)
+        self._exchange.take(BlocksArrived(number, exchange.written) if exchange.hither else BlocksRead(number))
+        found = self.scheduler.blocks.host._places
+        for name, place, content in zip(exchange.identities, exchange.places, exchange.contents, strict=False):
+            torn = exchange.hither and self.executor.host.get(place) != content
+            assert not torn or found.get(name) != place, "a block can be found that has not arrived"
+
+    def exchange(self, rng: random.Random) -> None:
+        """Begins, continues or ends any exchange, of prompts that came lately; now and then caches are flushed."""
+        lately = list(self.outcomes)[-12:]
+        if rng.randrange(40) == 0:
+            self.scheduler.blocks.flush()
+        match rng.choice(["lend", "await", "write", "write", "end"]):
+            case "lend":
+                self.lend(rng.choice(lately), rng.randrange(3))
+            case "await":
+                self.await_blocks(rng.choice(lately))
+            case "write" if writable := [number for number, each in self.exchanges.items() if each.awaits_more]:
+                number = rng.choice(writable)
+                for _ in range(rng.randrange(12)):
+                    self.write_block(number)
+            case "end" if self.exchanges:
+                self.end_exchange(rng.choice(list(self.exchanges)))
+        self.check_exchanges()
+
+    def check_exchanges(self) -> None:
+        """What may be read now is what was asked for, and nobody writes where others do."""
+        written: list[int] = []
+        for exchange in self.exchanges.values():
+            written += exchange.places if exchange.hither else []
+            readable = exchange.places[: exchange.written] if exchange.hither else exchange.places
+            for place, content in zip(readable, exchange.contents, strict=False):
+                assert self.executor.host[place] == content, "a place has other content than was named"
+        assert len({*written}) == len(written), "a place is written to twice"
 
     def place(self, id: int, *landed: int) -> None:
         """Gives a request that wants them places for all its pictures, with so many rows of each there, or all."""
@@ -357,9 +495,13 @@ class Simulation:
         if step is not None:
             self._check_plan(step)
             self._under_way.append(step)
-        if len(self._under_way) == self._depth or (step is None and self._under_way):
+        steps = sum(isinstance(each, Step) for each in self._under_way)
+        if steps == self._depth or (step is None and steps):
+            self._carry_out()
             step = self._abandon() if self.fails else self._compute()
             self.fails = False
+        if step is None:
+            self._carry_out()
         self._hear()
         if check:
             self.scheduler.check_integrity()
@@ -384,7 +526,8 @@ class Simulation:
 
     def _compute(self) -> Step:
         """Computes the oldest step under way, as late as a real engine may: after later ones were planned."""
-        step = self._under_way.popleft()
+        step = self._steps_under_way()[0]
+        self._under_way.popleft()
         assert not any(self.outcomes[sequence.id].released for sequence, _ in step.work), (
             "a step for a released request"
         )
@@ -396,7 +539,8 @@ class Simulation:
         counters = self.scheduler.counters
         drafted, accepted = counters.draft_tokens, counters.accepted_draft_tokens
         output = self.scheduler.finish(step, result)
-        self._masks = self.scheduler.masks(self._under_way[0]) if self._under_way else []
+        later = self._steps_under_way()
+        self._masks = self.scheduler.masks(later[0]) if later else []
         assert counters.draft_tokens - drafted == sum(token.drafts for token in output.tokens), (
             "the totals are what was told"
         )
@@ -422,8 +566,12 @@ class Simulation:
 
     def _abandon(self) -> Step:
         """The oldest step under way has too little memory, and nothing that the cache holds counts any more."""
-        abandoned = list(self._under_way)
+        abandoned = self._steps_under_way()
+        if len(abandoned) < len(self._under_way):  # copies of blocks that are not computed
+            self.die()
+            return abandoned[0]
         self._forget_computed()
+        self._under_way.clear()
         if not self.scheduler.abandon(abandoned):
             assert (
                 abandoned[0].plan.tokens == 1
@@ -432,6 +580,9 @@ class Simulation:
             )
             self.die()
         return abandoned[0]
+
+    def _steps_under_way(self) -> list[Step]:
+        return [each for each in self._under_way if isinstance(each, Step)]
 
     def _propose(self, step: Step, result: StepResult) -> list[list[int]]:
         """What a draft model would: it computes its drafts but for the last, in the sequence's blocks."""
@@ -478,6 +629,8 @@ class Simulation:
 
     def drain(self, *, check: bool = True) -> None:
         """Lands everything and runs until all requests have ended; fails where that takes impossibly long."""
+        while self.exchanges:
+            self.end_exchange(next(iter(self.exchanges)))
         while self.slow:
             self.take_prompt_logprobs(self.slow.pop())
         for id, outcome in self.outcomes.items():

@@ -210,6 +210,34 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def forget_cached(self) -> None:
         self.engine.scheduler.blocks.flush()
 
+    def prompts_that_are_exchanged(self) -> list[int]:
+        """Blocks are exchanged where these depend on nothing behind them, and the host has room."""
+        possible = self.engine.scheduler.blocks.host.total and not self.engine.limits.chunk_rule.of_prompts
+        return sorted(self.engine.outcomes) if possible else []
+
+    @precondition(lambda self: self.prompts_that_are_exchanged())
+    @rule(data=st.data(), first=st.integers(0, 2))
+    def lend(self, data: st.DataObject, first: int) -> None:
+        self.engine.lend(data.draw(st.sampled_from(self.prompts_that_are_exchanged())), first)
+
+    @precondition(lambda self: self.prompts_that_are_exchanged())
+    @rule(data=st.data())
+    def await_blocks(self, data: st.DataObject) -> None:
+        self.engine.await_blocks(data.draw(st.sampled_from(self.prompts_that_are_exchanged())))
+
+    @precondition(lambda self: any(each.awaits_more for each in self.engine.exchanges.values()))
+    @rule(data=st.data(), times=st.integers(1, 6))
+    def blocks_arrive(self, data: st.DataObject, times: int) -> None:
+        possible = [number for number, each in self.engine.exchanges.items() if each.awaits_more]
+        number = data.draw(st.sampled_from(possible))
+        for _ in range(times):
+            self.engine.write_block(number)
+
+    @precondition(lambda self: self.engine.exchanges)
+    @rule(data=st.data())
+    def end_exchange(self, data: st.DataObject) -> None:
+        self.engine.end_exchange(data.draw(st.sampled_from(sorted(self.engine.exchanges))))
+
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
         for _ in range(times):
@@ -218,6 +246,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         self.engine.scheduler.check_integrity()
+        self.engine.check_exchanges()
 
     @invariant()
     def nothing_is_kept_for_sessions_that_are_over(self) -> None:
@@ -262,8 +291,9 @@ _STATES = {"state_slots": 14, "state_chunk": 8}
         {"max_loras": 3},
         {"speculative_tokens": 4, "proposes": True},
         {"host_blocks": 30},
+        {"host_blocks": 30, "exchanges": True},
         {"chunk_rule": ChunkRule(SpanRule.WHOLE_PROMPTS), "blocks": 20, "max_running": 4, "speculative_tokens": 4},
-        {"fails_every": 40, "host_blocks": 30, "max_loras": 3},
+        {"fails_every": 40, "host_blocks": 30, "max_loras": 3, "exchanges": True},
         {"fails_every": 40, "speculative_tokens": 4, **_STATES},
     ],
     ids=[
@@ -274,8 +304,9 @@ _STATES = {"state_slots": 14, "state_chunk": 8}
         "with adapters",
         "with a draft model",
         "with the host",
+        "with other services",
         "of whole prompts",
-        "with too little memory",
+        "with too little memory and other services",
         "with too little memory, states and drafts",
     ],
 )
@@ -284,7 +315,7 @@ def test_hundreds_of_requests_through_a_tight_cache_all_say_what_they_must(
 ) -> None:
     rng = random.Random(7)
     given = {"blocks": 48, "max_running": 12, "step_tokens": 64, "overlap": overlap} | more
-    fails_every = given.pop("fails_every", 0)
+    fails_every, exchanges = given.pop("fails_every", 0), given.pop("exchanges", False)
     engine = simulation(**given)
     waiting: list[int] = []
     for _ in range(requests):
@@ -301,6 +332,8 @@ def test_hundreds_of_requests_through_a_tight_cache_all_say_what_they_must(
         waiting.append(engine.submit(asked))
         if len(waiting) > 30:
             engine.land_all(waiting.pop(rng.randrange(len(waiting))))
+        for _ in range(2 * exchanges):
+            engine.exchange(rng)
         engine.step(check=False)
     engine.drain(check=False)
     assert engine.scheduler.counters.preemptions > 0, "the cache was not tight"
