@@ -127,6 +127,11 @@ class Delivery:
             await asyncio.gather(task, return_exceptions=True)  # it may be fetching or hashing for a ticket that ends
 
 
+def ends_item(event: Event) -> bool:
+    """Whether this is an item's last message."""
+    return not isinstance(event, bytes) and event.WhichOneof("event") in ("done", "error")
+
+
 def log_deliveries(deliveries: Sequence[Delivery]) -> None:
     """Adds the outcome of its items to a call's log line: a call ends well even if an item fails."""
     seconds = Counter[str]()

@@ -18,7 +18,7 @@ from common.rpc import calls
 from common.telemetry import log
 from encoder_service import convert
 from encoder_service.config import EncoderConfig
-from encoder_service.delivery import Delivery, log_deliveries
+from encoder_service.delivery import Delivery, ends_item, log_deliveries
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.families.family import ServedConfig
 from encoder_service.meters import Meters
@@ -81,8 +81,11 @@ class EncoderServicer(EncoderServiceServicer):
         ]
         del items
         try:
+            under_way = len(deliveries)
             async with aclosing(merged([each.run for each in deliveries])) as events:
                 async for event in events:
+                    under_way -= ends_item(event)
+                    call.complete = not under_way
                     yield event
         finally:
             self._open_streams -= 1

@@ -53,6 +53,8 @@ class Call:
         self._task: asyncio.Task[Any] | None = task
         self.ending: errors.TwinlensError | None = None
         self.answered = False
+        self.complete = False
+        """The handler has nothing to send behind its present message: a caller who leaves now has got everything."""
         self._stall_limit: StallLimit | None = None
 
     def end(self, error: errors.TwinlensError) -> None:
@@ -228,14 +230,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                         self._check_open(context)
                         answer = await _answer(method, requests, context, run)
                     except _CallerLeft:
-                        outcome = self._left(context, started)
+                        outcome = self._left(call, context, started)
                     except Exception as error:
                         if isinstance(error, grpc.aio.AbortError):
                             raise
                         ending = self._failed(error)
                         outcome = ending.reason
                     except asyncio.CancelledError:
-                        outcome = call.ending.reason if call.ending else self._left(context, started)
+                        outcome = call.ending.reason if call.ending else self._left(call, context, started)
                         ending = self._cancelled(call)
                     # Not while an error is handled: gRPC keeps the exception that ends a call in a cycle, with the
                     # handled one, its frames, and everything that these hold.
@@ -258,8 +260,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return serve
 
-    def _left(self, context: Context, started: float) -> str:
+    def _left(self, call: Call, context: Context, started: float) -> str:
         """The outcome of a call whose client is gone: if its deadline has passed, it has got an error."""
+        if call.complete:
+            return "OK"
         if not has_run_out(time.perf_counter() - started, context.time_remaining()):
             return _CANCELLED
         self.on_error(_TOO_LATE)

@@ -56,6 +56,22 @@ def test_the_line_about_a_call_says_what_came_of_its_items(service, client):
     assert {"hash", "vit", "transfer"} <= line["stages"].keys()
 
 
+def test_who_leaves_with_the_last_item_has_cancelled_nothing(service, client):
+    """As an LLM service does: it has all rows, and does not wait for the call's end."""
+    picture = image(new_picture())
+    for _ in range(60):
+        stream = client.start([picture], request_id="leaves with the last")
+        follow(stream, "done")
+        stream.cancel()
+
+    def outcomes() -> list[str]:
+        found = (json.loads(line) for line in service.log.read_text().splitlines() if "leaves with the last" in line)
+        return [each["outcome"] for each in found if each["event"] == "call"]
+
+    until(lambda: len(outcomes()) == 60, "all are logged")
+    assert set(outcomes()) == {"OK"}
+
+
 def test_the_header_leaves_and_progress_is_reported_while_the_worker_is_busy(service, client):
     with frozen(service, WORKER):
         stream = client.start([image(new_picture())])

@@ -322,6 +322,20 @@ async def test_a_caller_who_goes_away_while_a_message_is_on_its_way_is_no_failur
     assert "failed" not in said
 
 
+async def test_a_caller_who_has_got_everything_before_he_leaves_has_cancelled_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with Serving() as serving:
+        for complete in (True, False):
+            serving.servicer.act = lambda complete=complete: setattr(current(), "complete", complete)
+            call = serving.stub.Generate(v1.GenerateRequest(model="silent"))
+            await call.read()
+            call.cancel()
+            await eventually(lambda: serving.interceptor.open_calls == 0, "it is counted off")
+    said = capsys.readouterr().out
+    assert (said.count("outcome=OK"), said.count("outcome=CANCELLED")) == (1, 1)
+
+
 async def test_a_call_that_its_deadline_ends_is_told_from_one_that_its_caller_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
