@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -317,7 +317,8 @@ class PromptLayout:
     """A prompt in its final form: token ids, media spans, and each token's position in time, height and width.
 
     `positions` is int32 [3, tokens], C-contiguous, as bytes; `mrope_delta` is added to a token's index past the prompt.
-    The sequence may have `max_length` tokens, 0: as many as the context.
+    The sequence may have `max_length` tokens, 0: as many as the context. `identities` are those of the full blocks, if
+    prompts that begin alike can find these.
     """
 
     ids: list[int]
@@ -325,3 +326,12 @@ class PromptLayout:
     positions: bytes = b""
     mrope_delta: int = 0
     max_length: int = 0
+    identities: Sequence[bytes] = ()
+
+    def reusable(self, block_size: int) -> Sequence[bytes]:
+        """The identities of the blocks that may be taken from a cache: at least one token must be computed.
+
+        >>> PromptLayout([1, 2, 3, 4], identities=[b"1 2", b"3 4"]).reusable(2)
+        [b'1 2']
+        """
+        return self.identities[: (len(self.ids) - 1) // block_size]

@@ -37,7 +37,6 @@ from llm_service.engine_client.processes import MODULE
 from llm_service.engine_settings import engine_settings
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
-from llm_service.generation.cached_spans import CachedSpans
 from llm_service.generation.generator import Generator
 from llm_service.generation.sessions import SessionLimits, Sessions
 from llm_service.grammar.compiler import Compiler
@@ -283,7 +282,6 @@ def _components(
         compiler=compiler,
         receiver=receiver,
         engine=engine,
-        cached_spans=CachedSpans(engine.block_size),
         admission=admission,
         sessions=sessions,
         meters=meters,

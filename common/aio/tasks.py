@@ -82,6 +82,11 @@ async def to_thread(work: Callable[..., T], *args: Any, **named: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_Threads.pool, call)
 
 
+async def compute(work: Callable[..., T], *args: Any, at_once: bool) -> T:
+    """The result of `work`: on the event loop if `at_once`, else by a thread, since it may take long."""
+    return work(*args) if at_once else await to_thread(work, *args)
+
+
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Runs `work` in a thread, and does not leave before it has ended: it may be writing to memory that is leased."""
     task = asyncio.ensure_future(to_thread(work, *args))

@@ -7,7 +7,6 @@ costs a round trip to the engine, and never a token.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 
 from llm_service.request import PromptLayout, Span
 
@@ -23,10 +22,9 @@ class CachedSpans:
         self._max_entries = max_entries
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
-    def find(self, layout: PromptLayout, identities: Sequence[bytes]) -> set[int]:
-        """The items whose spans the engine has probably computed: all before the first that it has not. `identities`
-        are those of the prompt's first blocks, as far as they need not be computed again."""
-        found: set[int] = set()
+    def find(self, layout: PromptLayout) -> set[int]:
+        """The items whose spans the engine has probably computed: all before the first that it has not."""
+        identities, found = layout.reusable(self._block_size), set[int]()
         for span in layout.spans:
             last = self._last_block(span)
             if last >= len(identities) or identities[last] not in self._known:
@@ -35,12 +33,12 @@ class CachedSpans:
             found.add(span.item)
         return found
 
-    def remember(self, layout: PromptLayout, identities: Sequence[bytes]) -> None:
-        """The engine has computed this prompt, whose full blocks have these identities."""
+    def remember(self, layout: PromptLayout) -> None:
+        """The engine has computed this prompt."""
         for span in layout.spans:
-            if (last := self._last_block(span)) < len(identities):
-                self._known[identities[last]] = None
-                self._known.move_to_end(identities[last])
+            if (last := self._last_block(span)) < len(layout.identities):
+                self._known[layout.identities[last]] = None
+                self._known.move_to_end(layout.identities[last])
         while len(self._known) > self._max_entries:
             self._known.popitem(last=False)
 

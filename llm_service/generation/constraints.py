@@ -105,8 +105,7 @@ class Constraints:
         if not request.bad_words:
             return request
         few = sum(map(len, request.bad_words)) <= _FEW_LETTERS
-        find, words = self._prompts.bad_word_ids, request.bad_words
-        runs = find(words) if few else await tasks.to_thread(find, words)
+        runs = await tasks.compute(self._prompts.bad_word_ids, request.bad_words, at_once=few)
         return _sampled(request, bad_word_ids=runs)
 
 

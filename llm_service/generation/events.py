@@ -3,7 +3,6 @@ Embedded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.telemetry.stages import Stage
@@ -15,13 +14,11 @@ from llm_service.request import PromptLayout
 @dataclass(frozen=True, slots=True)
 class Begun:
     """The prompt is laid out and computation has begun; `cached` of its tokens came from the prefix cache. `thinking`:
-    the answer begins inside the model's reasoning. `identities` are those of the prompt's full blocks, if prompts that
-    begin alike can find these."""
+    the answer begins inside the model's reasoning."""
 
     layout: PromptLayout
     cached: int
     thinking: bool = False
-    identities: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
 
 import msgspec
 
 from common.aio import tasks
-from common.errors import Cancelled, Exhausted, InvalidInput, Precondition
+from common.errors import Cancelled, Exhausted, Precondition
 from common.media.item import Header
 from common.telemetry import tracing
 from common.telemetry.stages import Stage, seconds_of
-from llm_service.encoders.fetch import Fetch
 from llm_service.encoders.receiver import RowReceiver, headers_of
 from llm_service.engine.messages import (
     Add,
@@ -31,7 +28,6 @@ from llm_service.engine.messages import (
     Started,
     State,
 )
-from llm_service.engine.prompt_identities import block_identities, keyed_runs
 from llm_service.engine_client.client import EngineClient
 from llm_service.engine_client.engine_request import EngineRequest
 from llm_service.generation.adapters import Adapters
@@ -40,6 +36,7 @@ from llm_service.generation.cached_spans import CachedSpans
 from llm_service.generation.choices import Choice, merge_tokens, open_choices, resumed_for_engine
 from llm_service.generation.constraints import Constraints
 from llm_service.generation.events import Begun, Computed, Embedded, Ended, Event, PromptLogprobsDelta
+from llm_service.generation.input_processor import InputProcessor
 from llm_service.generation.job import Job, aborted
 from llm_service.generation.media_rows import MediaRows
 from llm_service.generation.request_stages import Stages
@@ -49,23 +46,12 @@ from llm_service.meters import Meters
 from llm_service.prefill.lend import BlockPart, Lending
 from llm_service.prefill.services import PrefillServices
 from llm_service.prompt.builder import PromptBuilder
-from llm_service.prompt_length import check_length
 from llm_service.request import (
-    ChatPrompt,
     Piece,
     PiecesPrompt,
-    Prompt,
     PromptLayout,
     Request,
-    TextPrompt,
-    TokenPrompt,
 )
-
-_SHORT, _FEW_MESSAGES, _FEW_ROWS = 2048, 16, 4096
-"""A prompt of at most so many characters or token ids, messages and media rows is laid out on the event loop, in less
-than a millisecond."""
-
-T = TypeVar("T")
 
 
 class Generator:
@@ -77,7 +63,6 @@ class Generator:
         compiler: Compiler,
         receiver: RowReceiver,
         engine: EngineClient,
-        cached_spans: CachedSpans,
         admission: Admission,
         sessions: Sessions,
         meters: Meters,
@@ -87,7 +72,8 @@ class Generator:
         self._prompts = prompts
         self._receiver = receiver
         self._engine = engine
-        self._cached_spans = cached_spans
+        self._input = InputProcessor(prompts, engine)
+        self._cached_spans = CachedSpans(engine.block_size)
         self._constraints = Constraints(prompts, compiler)
         self._meters = meters
         self._adapters = adapters
@@ -170,50 +156,42 @@ class Generator:
 
     async def _serve(self, request: Request, job: Job) -> AsyncGenerator[Event, None]:
         stages = job.stages
-        modalities = [item.modality for item in request.media]
-        short = _is_short(request.prompt)
-        lay_out = partial(self._prompts.pieces, closed=request.pooling is not None)
-        pieces = await _computed(lay_out, request.prompt, modalities, at_once=short)
+        pieces = await self._input.pieces(request)
         request = await self._constraints.apply(request)
-        choices = await self._choices(request)
+        opening = request, self._prompts.tokenizer
+        choices = await tasks.compute(open_choices, *opening, at_once=not request.resume)
         stages.mark("prompt")
         if any(choice.text.stopped is None for choice in choices.values()):
             self._engine.check(request.max_handovers)  # before encoders work in vain
         fetches = await self._receiver.fetch_headers(request, job.admission.wait_for_media)
         async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")
-            layout = await self._layout(pieces, headers_of(fetches), short=short)
-            if request.truncation is not None and len(layout.ids) > request.truncation.tokens:
-                layout = await _computed(self._prompts.truncated, layout, request.truncation, at_once=short)
-                # As if the caller had truncated it; beside media, pieces cannot express the rest.
-                pieces = [] if layout.spans else [layout.ids]
-            self._check_length(request, layout)
+            headers = headers_of(fetches)
+            layout, pieces = await self._input.layout(request, pieces, headers)
             counting = request, layout, choices
-            thinking = await _computed(self._constraints.count_reasoning, *counting, at_once=not request.resume)
+            thinking = await tasks.compute(self._constraints.count_reasoning, *counting, at_once=not request.resume)
             if all(choice.text.stopped is not None for choice in choices.values()):
                 yield Begun(layout, 0, thinking)
                 for choice in choices.values():  # nothing is left to compute
                     yield _ended(choice, "stop", stages, media)
                 return
             job.admission.measure(len(layout.ids))
-            identities = await self._identities(request, layout)
-            here = await self._bring_blocks(request, pieces, fetches, layout, identities)
-            covered = self._covered(request, layout, identities, here)
+            layout = await self._input.identified(request, layout)
+            here = await self._bring_blocks(request, pieces, headers, layout)
+            covered = self._covered(request, layout, here)
             if self.prefills is not None:
                 stages.mark("prefill_elsewhere")
             items = await media.take(layout, covered, job.admission.wait_for_media)
             if media.all_here:
                 job.admission.media_came()
-            self._check_length(request, layout)  # once more: the engine may be another one by now, with less room
+            self._input.check_length(request, layout)  # once more: the engine may be another one by now, with less room
             resume = resumed_for_engine(request, choices)
             request = self._constraints.behind_reasoning(request, layout, thinking=thinking)
             session = self._retain_for_session(request, layout)
-            id, known = self._engine.next_id(), b"".join(identities)
-            add = self._add(id, request, layout, items, resume, session, known)
+            add = self._add(request, layout, items, resume, session)
             engine_request = job.engine_request = media.submit(self._engine, add, job.rows_came, request.max_handovers)
             try:
-                begin = Begun(layout, 0, thinking, identities)
-                following = self._follow(begin, choices, media, engine_request, stages)
+                following = self._follow(Begun(layout, 0, thinking), choices, media, engine_request, stages)
                 async with aclosing(following) as events:
                     async for event in events:
                         yield event
@@ -235,7 +213,7 @@ class Generator:
                 computed = 0
                 match event:
                     case Begun():
-                        lending.identities = _reusable(event.identities, event.layout, size)
+                        lending.identities = event.layout.reusable(size)
                         computed = event.cached
                     case Computed():
                         computed = event.tokens
@@ -247,12 +225,7 @@ class Generator:
                 yield part
 
     async def _bring_blocks(
-        self,
-        request: Request,
-        pieces: Sequence[Piece],
-        fetches: Sequence[Fetch],
-        layout: PromptLayout,
-        identities: Sequence[bytes],
+        self, request: Request, pieces: Sequence[Piece], headers: Sequence[Header], layout: PromptLayout
     ) -> int:
         """Has another service compute the prompt, if that is worth it. Returns how many of its first tokens have their
         blocks here afterwards."""
@@ -261,43 +234,15 @@ class Generator:
         answers = request.pooling is None and not asked_to
         if self.prefills is None or size is None or not pieces or not answers or _is_computed_whole(request):
             return 0
-        keys = [header.key for header in headers_of(fetches)]
-        return await self.prefills.bring(request, pieces, keys, _reusable(identities, layout, size))
+        keys = [header.key for header in headers]
+        return await self.prefills.bring(request, pieces, keys, layout.reusable(size))
 
-    def _covered(self, request: Request, layout: PromptLayout, identities: Sequence[bytes], here: int) -> set[int]:
+    def _covered(self, request: Request, layout: PromptLayout, here: int) -> set[int]:
         """The items whose spans are probably in the prefix cache, given that the blocks of the first `here` tokens
         are."""
         if _is_computed_whole(request):
             return set()
-        spans = {span.item for span in layout.spans if span.end <= here}
-        return self._cached_spans.find(layout, _reusable(identities, layout, self._engine.block_size)) | spans
-
-    async def _identities(self, request: Request, layout: PromptLayout) -> Sequence[bytes]:
-        """The identities of a prompt's full blocks, if an engine may find some of them."""
-        if (size := self._engine.reusable_block_size) is None:
-            return ()
-        return await _computed(self._work_out, request, layout, size, at_once=len(layout.ids) <= _SHORT)
-
-    def _work_out(self, request: Request, layout: PromptLayout, size: int) -> list[bytes]:
-        runs = keyed_runs((span.header.rows_key, span.runs) for span in layout.spans)
-        adapter_digest = request.adapter.digest if request.adapter else b""
-        return block_identities(array("i", layout.ids), layout.positions, runs, request.salt, adapter_digest, size)
-
-    async def _layout(self, pieces: Sequence[Piece], headers: Sequence[Header], *, short: bool) -> PromptLayout:
-        few = sum(header.tokens for header in headers) <= _FEW_ROWS
-        return await _computed(self._prompts.layout, pieces, headers, at_once=short and few)
-
-    async def _choices(self, request: Request) -> dict[int, Choice]:
-        """The choices that are not finished, each after its earlier output."""
-        if not request.resume:
-            return open_choices(request, self._prompts.tokenizer)
-        return await tasks.to_thread(open_choices, request, self._prompts.tokenizer)
-
-    def _check_length(self, request: Request, layout: PromptLayout) -> None:
-        if not layout.ids:
-            raise InvalidInput("the prompt has no tokens", reason="EMPTY_PROMPT", field="input")
-        if (ready := self._engine.ready) is not None:
-            check_length(len(layout.ids), ready.max_context, "input", answered=request.pooling is None)
+        return self._cached_spans.find(layout) | {span.item for span in layout.spans if span.end <= here}
 
     def _retain_for_session(self, request: Request, layout: PromptLayout) -> int:
         """Records what a session's turn uses. Ends sessions that have expired, this one too if they last no time.
@@ -311,17 +256,10 @@ class Generator:
         return session.number if session is not None and session.number not in ended else 0
 
     def _add(
-        self,
-        id: int,
-        request: Request,
-        layout: PromptLayout,
-        items: list[ItemRows],
-        resume: list[Resumed],
-        session: int,
-        identities: bytes,
+        self, request: Request, layout: PromptLayout, items: list[ItemRows], resume: list[Resumed], session: int
     ) -> Add:
         return Add(
-            id=id,
+            id=self._engine.next_id(),
             token_ids=array("i", layout.ids).tobytes(),
             positions=layout.positions,
             mrope_delta=layout.mrope_delta,
@@ -336,7 +274,7 @@ class Generator:
             adapter_digest=request.adapter.digest if request.adapter else b"",
             max_length=layout.max_length,
             pooling=request.pooling,
-            identities=identities,
+            identities=b"".join(layout.identities),
         )
 
     async def _follow(
@@ -365,7 +303,7 @@ class Generator:
                         yield PromptLogprobsDelta(event.first, layout.ids[event.first : end], event.logprobs)
                     case Pooled():
                         stages.mark("embed")
-                        self._cached_spans.remember(layout, begin.identities)
+                        self._cached_spans.remember(layout)
                         yield Embedded(event.values, _since_arrival(stages, media))
                         return
                     case Complete() if choice := choices.get(event.choice):
@@ -393,39 +331,12 @@ class Generator:
         """New tokens of a choice are here; if they are its first, its prompt has been computed."""
         if choice.tokens == len(choice.resumed):
             stages.mark("first_token")
-            self._cached_spans.remember(begin.layout, begin.identities)
+            self._cached_spans.remember(begin.layout)
 
 
 def _is_computed_whole(request: Request) -> bool:
     """Whether something is computed for every prompt token, cached ones included."""
     return request.sampling.prompt_logprobs is not None or (request.pooling is not None and request.pooling.of_all)
-
-
-def _reusable(identities: Sequence[bytes], layout: PromptLayout, size: int) -> Sequence[bytes]:
-    """Drops the last block if the prompt ends with it: at least one token must be computed."""
-    return identities[: (len(layout.ids) - 1) // size]
-
-
-def _is_short(prompt: Prompt) -> bool:
-    """Whether laying a prompt out is faster than handing it to a thread."""
-    match prompt:
-        case TextPrompt(text):
-            return len(text) <= _SHORT
-        case TokenPrompt(ids):
-            return len(ids) <= _SHORT
-        case PiecesPrompt():
-            return False
-        case ChatPrompt(messages, tools):
-            few = len(messages) <= _FEW_MESSAGES and not any(message.tool_calls for message in messages)
-            if tools or prompt.variables or not few:
-                return False
-            parts = [part for message in messages for part in (*message.parts, message.reasoning)]
-            return sum(len(part) for part in parts if isinstance(part, str)) <= _SHORT
-
-
-async def _computed(work: Callable[..., T], *given: Any, at_once: bool) -> T:
-    """Calls `work` and returns its result; in a thread unless `at_once`, since it may take long."""
-    return work(*given) if at_once else await tasks.to_thread(work, *given)
 
 
 def _since_arrival(stages: Stages, media: MediaRows) -> dict[str, Stage]:

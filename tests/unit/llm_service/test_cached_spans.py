@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,19 +31,18 @@ def layout(*parts: int | str) -> PromptLayout:
     return PromptLayout(ids, spans)
 
 
-def identities(prompt: PromptLayout, salt: str = "") -> list[bytes]:
+def identified(prompt: PromptLayout, salt: str) -> PromptLayout:
     positions = np.tile(np.arange(len(prompt.ids), dtype=np.int32), (3, 1)).tobytes()
     runs = keyed_runs((span.header.rows_key, span.runs) for span in prompt.spans)
-    return block_identities(array("i", prompt.ids), positions, runs, salt, b"", BLOCK)
+    return replace(prompt, identities=block_identities(array("i", prompt.ids), positions, runs, salt, b"", BLOCK))
 
 
 def remember(spans: CachedSpans, prompt: PromptLayout, salt: str = "") -> None:
-    spans.remember(prompt, identities(prompt, salt))
+    spans.remember(identified(prompt, salt))
 
 
 def find(spans: CachedSpans, prompt: PromptLayout, salt: str = "") -> set[int]:
-    """As the generator asks: one token is computed in any case."""
-    return spans.find(prompt, identities(prompt, salt)[: (len(prompt.ids) - 1) // BLOCK])
+    return spans.find(identified(prompt, salt))
 
 
 PROMPT = layout(1, 2, "a", 3, 4, "b", 5, 6, 7, 8)
@@ -88,8 +88,8 @@ def test_a_span_that_reaches_into_the_last_block_is_not_covered() -> None:
 
 def test_without_a_prefix_cache_nothing_is_covered() -> None:
     spans = CachedSpans(BLOCK)
-    spans.remember(PROMPT, ())
-    assert spans.find(PROMPT, ()) == set()
+    spans.remember(PROMPT)
+    assert spans.find(PROMPT) == set()
 
 
 def test_the_longest_unused_is_forgotten_first() -> None:

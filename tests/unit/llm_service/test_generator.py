@@ -42,10 +42,9 @@ from llm_service.engine.messages import (
 from llm_service.engine.prompt_identities import block_identities
 from llm_service.engine_client.block_places import BlockPlaces
 from llm_service.engine_client.client import EngineClient
-from llm_service.generation import generator as generator_module
+from llm_service.generation import input_processor
 from llm_service.generation.adapters import Adapters
 from llm_service.generation.admission import Admission
-from llm_service.generation.cached_spans import CachedSpans
 from llm_service.generation.choices import merge_tokens
 from llm_service.generation.events import Begun, Delta
 from llm_service.generation.generator import Generator
@@ -128,7 +127,6 @@ def generator(
         cast(Compiler, None),
         b.receiver,
         engine,
-        CachedSpans(16),
         Admission(max_requests=8, max_waiting=8, max_waiting_media=8, max_waiting_tokens=1000),
         Sessions(SessionLimits(8, 8, session_seconds, 1 << 20)),
         meters or Meters(Metrics("test")),
@@ -307,7 +305,7 @@ async def test_identities_of_a_prompts_blocks_come_with_it(
         computed.append(threading.current_thread() is threading.main_thread())
         return block_identities(*given)
 
-    monkeypatch.setattr(generator_module, "block_identities", watched)
+    monkeypatch.setattr(input_processor, "block_identities", watched)
     child = ScriptedEngine()
     front = front_of(monkeypatch, child)
     async with bench(ScriptedEncoder()) as b, serving(front) as starting:
