@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import structs
 
 from llm_service.engine.sequence import Sequence
 from llm_service.plan import (
@@ -33,17 +33,17 @@ class Step:
     plan: StepPlan
     work: list[tuple[Sequence, int]]
     """(sequence, tokens computed), one for each chunk."""
-    drawing: list[Sequence]
+    drawing: list[Sequence] = field(default_factory=list)
     """The sequence of each draw of the plan; one with drafts appears once for each of its draws."""
-    prompt_logprobs: list[tuple[Sequence, int]]
+    prompt_logprobs: list[tuple[Sequence, int]] = field(default_factory=list)
     """For each prompt logprob of the plan: its sequence, and the prompt position of its first token."""
-    prefill: list[tuple[Sequence, int, int]]
+    prefill: list[tuple[Sequence, int, int]] = field(default_factory=list)
     """Chunks of prompts: (sequence, position of the first token, number of tokens)."""
-    pooling: list[tuple[Sequence, int]]
+    pooling: list[tuple[Sequence, int]] = field(default_factory=list)
     """For each pool of the plan: its sequence, and the sequence's `num_starts` when the step was planned."""
-    embedded: list[Sequence]
+    embedded: list[Sequence] = field(default_factory=list)
     """Sequences that are pooled and end with this step, since it computes the end of their prompts."""
-    unsettled: list[tuple[Sequence, Draw]]
+    unsettled: list[tuple[Sequence, Draw]] = field(default_factory=list)
     """Draws that are incomplete until the tokens of the step before are known: their mask follows, or may leave no
     token."""
 
@@ -60,62 +60,50 @@ def build(
     token of each sequence may be unknown, and the step before must choose it. Drafts are computed behind the sequence's
     last token, and a token is drawn at each of these positions. `copies` is given if the model has layers with states,
     even if nothing is copied. `proposals` says how many drafts a model proposes for each sequence."""
-    batch = _Batch(row_bytes)
-    for sequence, count in work.items():
-        batch.add(sequence, count)
-    return batch.step(
-        list(work.items()),
+    plan = StepPlan(
+        *(b"", b"", [], [], []),
         slots=[] if copies is None else [sequence.table.slot for sequence in work],
-        appended=appended,
         states=copies or StateCopies(),
+        appended=appended,
         adapters=adapters or StepAdapters(),
         proposals=[] if proposals is None else [_proposal(*each, proposals) for each in work.items()],
     )
+    batch = _Batch(Step(plan, list(work.items())), row_bytes)
+    for sequence, count in work.items():
+        batch.add(sequence, count)
+    return batch.step()
 
 
 class _Batch:
-    """Collects the parts of a plan, sequence by sequence, and which sequence each part belongs to (`Step`)."""
+    """Fills a step, sequence by sequence."""
 
-    def __init__(self, row_bytes: int) -> None:
-        self._row_bytes = row_bytes
+    def __init__(self, step: Step, row_bytes: int) -> None:
+        self._step, self._plan, self._row_bytes = step, step.plan, row_bytes
         self._token_ids = array("i")
         self._positions = _Positions()
-        self._chunks: list[Chunk] = []
-        self._rows: list[RowSlice] = []
-        self._whole: list[tuple[int, int]] = []
-        self._draws: list[Draw] = []
-        self._carried: list[tuple[int, int]] = []
-        self._prompt_logprobs: list[PromptLogprobsAsked] = []
-        self._pools: list[HiddenSum] = []
-        self._drawing: list[Sequence] = []
-        self._whose_logprobs: list[tuple[Sequence, int]] = []
-        self._prefill: list[tuple[Sequence, int, int]] = []
-        self._pooling: list[tuple[Sequence, int]] = []
-        self._embedded: list[Sequence] = []
-        self._unsettled: list[tuple[Sequence, Draw]] = []
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Adds the next `count` tokens of a sequence, drafts included, and the draws, logprobs and pools that follow
         them."""
         begin, at = sequence.num_computed_tokens, len(self._token_ids)
         end = begin + count
-        self._rows.extend(_rows(sequence, count, at, self._row_bytes))
+        self._plan.rows.extend(_rows(sequence, count, at, self._row_bytes))
         if begin < sequence.prompt.whole_end:
-            self._whole.append((at, at + sequence.prompt.whole_end - begin))
+            self._plan.whole.append((at, at + sequence.prompt.whole_end - begin))
         decodes = sequence.rolled_back or (count == 1 + len(sequence.drafts) and begin >= sequence.prompt_tokens)
         if decodes:
             self._add_decoded(sequence, begin, end)
         else:
             self._positions.window(_positions(sequence, count))
             self._token_ids.extend(sequence.tokens[begin:end])
-            self._prefill.append((sequence, begin, count))
+            self._step.prefill.append((sequence, begin, count))
         answered = max(0, end - sequence.prompt_tokens)
-        self._chunks.append(Chunk(begin, count, sequence.table.row, decodes, min(count, answered), answered))
+        self._plan.chunks.append(Chunk(begin, count, sequence.table.row, decodes, min(count, answered), answered))
         if sequence.num_tokens_with_logprobs < sequence.prompt_tokens and (
             asked := _prompt_logprobs_of(sequence, count, at)
         ):
-            self._prompt_logprobs.append(asked)
-            self._whose_logprobs.append((sequence, begin + asked.at - at + 1))
+            self._plan.prompt_logprobs.append(asked)
+            self._step.prompt_logprobs.append((sequence, begin + asked.at - at + 1))
         if sequence.pooling is not None:
             self._pool(sequence, sequence.pooling, begin, end, at)
         elif end == len(sequence.tokens) + len(sequence.drafts):
@@ -129,47 +117,28 @@ class _Batch:
 
     def _pool(self, sequence: Sequence, pooling: Pooling, begin: int, end: int, at: int) -> None:
         if asked := _pool(pooling, begin, end, sequence.prompt_tokens, at):
-            self._pools.append(asked)
-            self._pooling.append((sequence, sequence.num_starts))
+            self._plan.pools.append(asked)
+            self._step.pooling.append((sequence, sequence.num_starts))
         if end == sequence.prompt_tokens:
-            self._embedded.append(sequence)
+            self._step.embedded.append(sequence)
 
     def _draw(self, sequence: Sequence, last: int) -> None:
         """Adds a draw behind the last known token, and one behind each draft. `last` is the batch position of the last
         draft, or of that token if there are no drafts."""
         if sequence.num_placeholders:
-            self._carried.append((last, sequence.placeholder_draw))
+            self._plan.carried.append((last, sequence.placeholder_draw))
         for ahead in range(len(sequence.drafts) + 1):
             draw = _draw(sequence, last - len(sequence.drafts) + ahead, ahead)
-            self._draws.append(draw)
-            self._drawing.append(sequence)
+            self._plan.draws.append(draw)
+            self._step.drawing.append(sequence)
             if draw.mask_follows or (draw.banned_behind and sequence.sampling.allowed_mask):
-                self._unsettled.append((sequence, draw))
+                self._step.unsettled.append((sequence, draw))
 
-    def step(self, work: list[tuple[Sequence, int]], **more: Any) -> Step:
-        """The step with all that was added; `more` are further fields of the plan."""
-        plan = StepPlan(
-            self._token_ids.tobytes(),
-            self._positions.packed(),
-            self._chunks,
-            self._rows,
-            self._draws,
-            self._carried,
-            self._prompt_logprobs,
-            whole=self._whole,
-            pools=self._pools,
-            **more,
-        )
-        return Step(
-            plan,
-            work,
-            self._drawing,
-            self._whose_logprobs,
-            self._prefill,
-            self._pooling,
-            self._embedded,
-            self._unsettled,
-        )
+    def step(self) -> Step:
+        """The step with all that was added."""
+        tokens = {"token_ids": self._token_ids.tobytes(), "positions": self._positions.packed()}
+        self._step.plan = structs.replace(self._plan, **tokens)
+        return self._step
 
 
 class _Positions:
