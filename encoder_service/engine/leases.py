@@ -23,6 +23,8 @@ class Lease:
 
     name: str
     """The name that `Release` uses."""
+    seconds: float
+    """How long it holds at most."""
     owner: bytes
     """The reader."""
     slot: int
@@ -53,7 +55,7 @@ class Leases:
     """All leases on one store and its pools; each lasts at most `seconds`."""
 
     def __init__(self, store: EmbeddingStore, board: LeaseBoard, seconds: float) -> None:
-        self.seconds = seconds
+        self._seconds = seconds
         self._store = store
         self._board = board
         self._held: dict[str, Lease] = {}
@@ -89,10 +91,10 @@ class Leases:
         posted = self._board.post()
         assert posted is not None, "no slot is free"
         slot, number = posted
-        lease = Lease(secrets.token_hex(8), owner, slot, number, memory, span, unpin)
+        lease = Lease(secrets.token_hex(8), self._seconds, owner, slot, number, memory, span, unpin)
         pin()
         self._held[lease.name] = lease
-        timer = asyncio.get_running_loop().call_later(self.seconds, self._expire, lease)
+        timer = asyncio.get_running_loop().call_later(self._seconds, self._expire, lease)
         try:
             yield lease
         finally:

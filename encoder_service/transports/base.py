@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from encoder_service.engine.embedding_store import Allocation
+from encoder_service.engine.leases import Lease
 from twinlens.v1 import encoder_pb2
 
 Chunks = AsyncGenerator[encoder_pb2.EncodeRows | bytes, None]
@@ -39,6 +40,22 @@ class Sent:
         """Counts rows that have crossed."""
         self.rows[transport] += rows
         self.bytes[transport] += size
+
+
+def handle_of(
+    transport: encoder_pb2.Transport, lease: Lease, region: str, begin: int, end: int, **more: Any
+) -> encoder_pb2.RowsHandle:
+    """A handle for bytes [begin, end) of what is leased, in a reader's `region`; `more` are fields of this transport
+    alone."""
+    return encoder_pb2.RowsHandle(
+        transport=transport,
+        region=region,
+        offset=lease.span.offset + begin,
+        length=end - begin,
+        lease=lease.name,
+        expires_ms=round(lease.seconds * 1000),
+        **more,
+    )
 
 
 class Transport(Protocol):

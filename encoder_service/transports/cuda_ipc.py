@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from common.rows.wire import RowLayout
 from encoder_service.engine.device_pool import DevicePools, Slice
 from encoder_service.engine.leases import Lease, Leases
-from encoder_service.transports.base import Chunks, RowRun, Sent
+from encoder_service.transports.base import Chunks, RowRun, Sent, handle_of
 from encoder_service.transports.local_socket import LocalSocket
 from twinlens.v1 import encoder_pb2
 
@@ -57,18 +57,8 @@ class CudaIpc:
                 self._sent.add(self.number, each.rows, each.rows * self._layout.row_bytes)
 
     def _handle(self, piece: Slice, lease: Lease) -> encoder_pb2.RowsHandle:
-        return encoder_pb2.RowsHandle(
-            transport=self.number,
-            region=piece.pool.name,
-            offset=piece.span.offset,
-            length=piece.rows * self._layout.row_bytes,
-            lease=lease.name,
-            expires_ms=round(self._leases.seconds * 1000),
-            ipc_handle=piece.pool.handle,
-            slot=lease.slot,
-            number=lease.number,
-            row_sum=piece.row_sum,
-        )
+        own = {"ipc_handle": piece.pool.handle, "row_sum": piece.row_sum, "slot": lease.slot, "number": lease.number}
+        return handle_of(self.number, lease, piece.pool.name, 0, piece.rows * self._layout.row_bytes, **own)
 
 
 def covering(run: RowRun) -> list[Slice]:

@@ -7,7 +7,7 @@ from common.nixl.agent import NixlAgent
 from common.rows.wire import RowLayout, crc32c
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.leases import Leases
-from encoder_service.transports.base import Chunks, RowRun, Sent
+from encoder_service.transports.base import Chunks, RowRun, Sent, handle_of
 from twinlens.v1 import encoder_pb2
 
 _PART_BYTES = 4 << 20
@@ -50,17 +50,9 @@ class Nixl:
         size, count = self._layout.row_bytes, run.end - run.first
         with self._leases.take(run.allocation, _OWNER) as lease:
             data = self._store.buffer.slice(lease.span)  # pinned by the lease
-            sums = await in_thread(_part_sums, data[run.first * size : run.end * size])
-            handle = encoder_pb2.RowsHandle(
-                transport=self.number,
-                region=host.nixl_agent,
-                offset=lease.span.offset + run.first * size,
-                length=count * size,
-                lease=lease.name,
-                expires_ms=round(self._leases.seconds * 1000),
-                part_bytes=_PART_BYTES,
-                part_crc32c=sums,
-            )
+            begin, end = run.first * size, run.end * size
+            parts = {"part_bytes": _PART_BYTES, "part_crc32c": await in_thread(_part_sums, data[begin:end])}
+            handle = handle_of(self.number, lease, host.nixl_agent, begin, end, **parts)
             yield encoder_pb2.EncodeRows(item=run.item, first_row=run.first, count=count, handle=handle)
             await lease.returned()
         self._sent.add(self.number, count, count * size)

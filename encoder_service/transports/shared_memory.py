@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.rows.wire import RowLayout
 from encoder_service.engine.leases import Leases
-from encoder_service.transports.base import Chunks, RowRun, Sent
+from encoder_service.transports.base import Chunks, RowRun, Sent, handle_of
 from encoder_service.transports.local_socket import LocalSocket
 from twinlens.v1 import encoder_pb2
 
@@ -40,16 +40,8 @@ class SharedMemory:
         """
         size, count = self._layout.row_bytes, run.end - run.first
         with self._leases.take(run.allocation, host.grant) as lease:
-            handle = encoder_pb2.RowsHandle(
-                transport=encoder_pb2.TRANSPORT_SHARED_MEMORY,
-                region=self._socket.name,
-                offset=lease.span.offset + run.first * size,
-                length=count * size,
-                lease=lease.name,
-                expires_ms=round(self._leases.seconds * 1000),
-                slot=lease.slot,
-                number=lease.number,
-            )
+            posted = {"slot": lease.slot, "number": lease.number}
+            handle = handle_of(self.number, lease, self._socket.name, run.first * size, run.end * size, **posted)
             yield encoder_pb2.EncodeRows(item=run.item, first_row=run.first, count=count, handle=handle)
             await lease.returned()
         self._sent.add(self.number, count, count * size)
