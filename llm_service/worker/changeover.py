@@ -25,16 +25,10 @@ class Compiling(Protocol):
         ...
 
 
-class There:
-    """Kernels that are."""
-
-    readiness = Readiness.THERE
-
-
 class Changeover:
-    """One rank's, from when torch has begun to compute."""
+    """One rank's, from when torch has begun to compute; `compiling` is None if the rank has its kernels."""
 
-    def __init__(self, compiling: Compiling, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, compiling: Compiling | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._compiling = compiling
         self._clock = clock
         self._begun = clock()
@@ -44,7 +38,11 @@ class Changeover:
     @property
     def waits(self) -> bool:
         """Whether this rank's kernels are still being compiled; for any thread."""
-        return self._compiling.readiness is Readiness.WAITING
+        return self._readiness is Readiness.WAITING
+
+    @property
+    def _readiness(self) -> Readiness:
+        return Readiness.THERE if self._compiling is None else self._compiling.readiness
 
     @property
     def due(self) -> bool:
@@ -54,7 +52,7 @@ class Changeover:
     def ask(self, all_reduce_min: Callable[[int], int]) -> None:
         """Every rank, between the same two steps: has our kernels compute from now on, if all ranks have them.
         `all_reduce_min` is `TensorGroup.all_reduce_min`."""
-        found = Readiness(all_reduce_min(self._compiling.readiness))
+        found = Readiness(all_reduce_min(self._readiness))
         self._next = self._clock() + _PAUSE_SECONDS
         self.over = found is not Readiness.WAITING
         if found is Readiness.THERE:

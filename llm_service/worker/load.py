@@ -32,7 +32,7 @@ from llm_service.models.quantization_config import quantization_of
 from llm_service.plan import StepPlan
 from llm_service.settings import DRAFT_HEADS, CacheDtype, EngineSettings
 from llm_service.worker.caches import Caches
-from llm_service.worker.changeover import Changeover, There
+from llm_service.worker.changeover import Changeover
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
 from llm_service.worker.draft_model import DraftModel
 from llm_service.worker.dummy_plans import largest_step, prompt_plan
@@ -338,7 +338,7 @@ def _choose_kernels(names: list[str], group: TensorGroup, *, wait: bool) -> Chan
     if all_there:
         return None
     _log.info("our kernels are being compiled; torch computes until then", kernels=len(missing))
-    return Changeover(Compilation(missing) if missing else There())
+    return Changeover(Compilation(missing) if missing else None)
 
 
 def _short_prompt_plan(settings: EngineSettings) -> tuple[StepPlan, int]:

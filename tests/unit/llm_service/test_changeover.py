@@ -23,7 +23,7 @@ from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.plan import Masks, StepPlan, no_masks
 from llm_service.request import SamplingParams
 from llm_service.worker import changeover, load
-from llm_service.worker.changeover import Changeover, There
+from llm_service.worker.changeover import Changeover
 from llm_service.worker.executor import GroupExecutor, LoneExecutor, follow
 from llm_service.worker.messages import ChangeOver, RankMessage
 from testkit.checkpoints import Family
@@ -202,9 +202,12 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_before_it_serves(monkeyp
     assert load._choose_kernels(["a"], ALONE, wait=True) is None, "it may be told to wait"
 
 
-def test_kernels_that_are_there_wait_for_nothing() -> None:
-    assert There().readiness is THERE
-    assert not Changeover(There()).waits
+def test_a_rank_that_has_its_kernels_waits_for_nothing_and_says_that_it_has_them() -> None:
+    changeover = Changeover(None)
+    assert not changeover.waits
+    changeover.ask(lambda own: own)
+    assert changeover.over
+    assert selection.is_numba()
 
 
 def spoken(folder: Path, ours: Callable[[int], bool], weight_dtype: str = "") -> list[Outcome]:
