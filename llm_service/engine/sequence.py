@@ -119,60 +119,44 @@ class Sequence:
     def of(cls, add: Add, limits: SchedulerLimits, eos: tuple[int, ...], *, arrival: int, seed: int) -> list[Sequence]:
         """One sequence for each choice of a request that is not finished; all but the first of them wait until that one
         has its prompt computed. `eos` end an answer. Without a seed of its own the request has this one."""
-        prompt = Prompt.of(add, limits.chunk_rule)
+        prompt, sampling = Prompt.of(add, limits.chunk_rule), add.sampling
+        length, most = len(prompt.tokens), min(add.max_length or limits.max_context, limits.max_context)
         resumed = {each.choice: each for each in add.resume}
         sequences: list[Sequence] = []
-        for choice in range(add.sampling.n):
+        for choice in range(sampling.n):
             given = resumed.get(choice)
-            if given is None or not given.finished:
-                output = array("i", b"" if given is None else given.token_ids)
-                order = -add.priority, arrival, choice
-                sequence = cls._of_choice(choice, output, prompt, add, limits, eos, order, seed)
-                sequence.first_choice = sequences[0] if sequences else None
-                sequences.append(sequence)
+            if given is not None and given.finished:
+                continue
+            output = array("i", b"" if given is None else given.token_ids)
+            asked = choice == 0 and not output and sampling.prompt_logprobs is not None
+            sequence = cls(
+                id=add.id,
+                choice=choice,
+                prompt=prompt,
+                tokens=prompt.tokens + output,
+                identities=BlockIdentities(
+                    prompt.root, prompt.keyed_runs, length if limits.forgets_answers else NEVER, add.identities
+                ),
+                sampling=sampling,
+                adapter=add.adapter,
+                table=BlockTable(add.session, prompt.tenant),
+                seed=seed if sampling.seed is None else sampling.seed,
+                order=(-add.priority, arrival, choice),
+                # If nothing is generated, a prompt may fill the whole context: its placeholder is not a token.
+                max_length=min(most + (add.pooling is not None), length + sampling.max_tokens),
+                stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
+                turn_ends=eos,
+                first_choice=sequences[0] if sequences else None,
+                num_resumed_tokens=len(output),
+                num_tokens_with_logprobs=max(1, add.with_logprobs) if asked else length,
+                num_logprobs_taken=add.with_logprobs,
+                plain=sampling == _plainest(sampling),
+                bad_words=BadWords.of(sampling.bad_word_ids),
+                draft_length=DraftLength(limits.speculative_tokens),
+                pooling=add.pooling,
+            )
+            sequences.append(sequence)
         return sequences
-
-    @classmethod
-    def _of_choice(
-        cls,
-        choice: int,
-        output: array[int],
-        prompt: Prompt,
-        add: Add,
-        limits: SchedulerLimits,
-        eos: tuple[int, ...],
-        order: Order,
-        seed: int,
-    ) -> Sequence:
-        """A sequence with this output."""
-        sampling, length = add.sampling, len(prompt.tokens)
-        most = min(add.max_length or limits.max_context, limits.max_context)
-        asked = choice == 0 and not output and sampling.prompt_logprobs is not None
-        return cls(
-            id=add.id,
-            choice=choice,
-            prompt=prompt,
-            tokens=prompt.tokens + output,
-            identities=BlockIdentities(
-                prompt.root, prompt.keyed_runs, length if limits.forgets_answers else NEVER, add.identities
-            ),
-            sampling=sampling,
-            adapter=add.adapter,
-            table=BlockTable(add.session, prompt.tenant),
-            seed=seed if sampling.seed is None else sampling.seed,
-            order=order,
-            # If nothing is generated, a prompt may fill the whole context: its placeholder is not a token.
-            max_length=min(most + (add.pooling is not None), length + sampling.max_tokens),
-            stop_ids=(*(() if sampling.ignore_eos else eos), *sampling.stop_token_ids),
-            turn_ends=eos,
-            num_resumed_tokens=len(output),
-            num_tokens_with_logprobs=max(1, add.with_logprobs) if asked else length,
-            num_logprobs_taken=add.with_logprobs,
-            plain=sampling == _plainest(sampling),
-            bad_words=BadWords.of(sampling.bad_word_ids),
-            draft_length=DraftLength(limits.speculative_tokens),
-            pooling=add.pooling,
-        )
 
     @property
     def prompt_tokens(self) -> int:
