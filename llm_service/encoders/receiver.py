@@ -164,15 +164,30 @@ class RowReceiver:
         This is for requests with another item that waits for a place, or whose header is late: requests that keep
         places while they wait for more would wait for each other, and all others for a download.
         """
-        assert fetch.header is not None
         # The rows are read before the request's last header has come, if they have room: nothing is transferred twice
         # then, and the place is free once the encoder has computed them.
+        if (following := self._read_early(fetch)) is not None:
+            return following
+        # Without room here, the place can only be given up: the item is sent again later, and computed again if the
+        # encoder had not begun it, or no longer has its rows.
+        fetch.close()
+        return fetch
+
+    async def leave_places(self, fetches: list[Fetch]) -> None:
+        """Has items leave their places at encoders while something else of their request takes longer than they would
+        wait for each other's headers: as soon as their rows have room here, these are read. Until then they stay at
+        encoders, where another service may need them. Replaces fetches in the list, which nobody else may use."""
+        while any(fetch.keeps_place for fetch in fetches):
+            await asyncio.sleep(self._header_seconds)
+            fetches[:] = [(fetch.keeps_place and self._read_early(fetch)) or fetch for fetch in fetches]
+
+    def _read_early(self, fetch: Fetch) -> Fetch | None:
+        """Has the rows of an item with a header read before its request needs them, if they have room. Returns the
+        fetch that replaces it."""
+        assert fetch.header is not None
         entries = self.cache.acquire_now([fetch.header])
         if entries is None:
-            # Without room here, the place can only be given up: the item is sent again later, and computed again if the
-            # encoder had not begun it, or no longer has its rows.
-            fetch.close()
-            return fetch
+            return None
         (entry,) = entries
         following = fetch.renewed()
         following.stages = fetch.stages

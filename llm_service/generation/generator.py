@@ -13,10 +13,9 @@ import msgspec
 
 from common.aio import tasks
 from common.errors import Cancelled, Exhausted, Precondition
-from common.media.item import Header
 from common.telemetry import tracing
 from common.telemetry.stages import Stage, seconds_of
-from llm_service.encoders.receiver import RowReceiver, headers_of
+from llm_service.encoders.receiver import RowReceiver
 from llm_service.engine.messages import (
     Add,
     Complete,
@@ -166,8 +165,7 @@ class Generator:
         fetches = await self._receiver.fetch_headers(request, job.admission.wait_for_media)
         async with MediaRows(self._receiver, fetches) as media:
             stages.mark("encode_header")
-            headers = headers_of(fetches)
-            layout, pieces = await self._input.layout(request, pieces, headers)
+            layout, pieces = await self._input.layout(request, pieces, media.headers)
             counting = request, layout, choices
             thinking = await tasks.compute(self._constraints.count_reasoning, *counting, at_once=not request.resume)
             if all(choice.text.stopped is not None for choice in choices.values()):
@@ -177,7 +175,7 @@ class Generator:
                 return
             job.admission.measure(len(layout.ids))
             layout = await self._input.identified(request, layout)
-            here = await self._bring_blocks(request, pieces, headers, layout)
+            here = await self._bring_blocks(request, pieces, media, layout)
             covered = self._covered(request, layout, here)
             if self.prefills is not None:
                 stages.mark("prefill_elsewhere")
@@ -225,7 +223,7 @@ class Generator:
                 yield part
 
     async def _bring_blocks(
-        self, request: Request, pieces: Sequence[Piece], headers: Sequence[Header], layout: PromptLayout
+        self, request: Request, pieces: Sequence[Piece], media: MediaRows, layout: PromptLayout
     ) -> int:
         """Has another service compute the prompt, if that is worth it. Returns how many of its first tokens have their
         blocks here afterwards."""
@@ -234,8 +232,9 @@ class Generator:
         answers = request.pooling is None and not asked_to
         if self.prefills is None or size is None or not pieces or not answers or _is_computed_whole(request):
             return 0
-        keys = [header.key for header in headers]
-        return await self.prefills.bring(request, pieces, keys, layout.reusable(size))
+        keys = [header.key for header in media.headers]
+        async with media.at_encoders():
+            return await self.prefills.bring(request, pieces, keys, layout.reusable(size))
 
     def _covered(self, request: Request, layout: PromptLayout, here: int) -> set[int]:
         """The items whose spans are probably in the prefix cache, given that the blocks of the first `here` tokens

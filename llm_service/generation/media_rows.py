@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
 from common.aio import tasks
 from common.errors import TwinlensError
+from common.media.item import Header
 from common.telemetry.stages import Stage, add
 from llm_service.encoders.encoder_cache import CacheEntry, Watcher
 from llm_service.encoders.fetch import Fetch
@@ -75,9 +77,29 @@ class MediaRows:
             await asyncio.gather(self._placing, return_exceptions=True)
 
     @property
+    def headers(self) -> list[Header]:
+        """Those of all items, in order."""
+        return headers_of(self._fetches)
+
+    @property
     def all_here(self) -> bool:
         """Whether all rows with reserved room have arrived."""
         return all(entry.complete for entry in self._entries.values())
+
+    @asynccontextmanager
+    async def at_encoders(self) -> AsyncGenerator[None]:
+        """For waiting for another service, before `take`: if that takes long, items keep no places at encoders, as far
+        as their rows have room here. The other service may be waiting for just these places.
+
+        Raises InvalidInput if the rows of all items can never fit together.
+        """
+        self._cache.check_size(self.headers)
+        leaving = tasks.start(self._receiver.leave_places(self._fetches), "leave places at encoders")
+        try:
+            yield
+        finally:
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
 
     async def take(
         self, layout: PromptLayout, covered: Collection[int], on_wait: Callable[[], None] = lambda: None
@@ -92,7 +114,7 @@ class MediaRows:
         waited for, and may raise.
         """
         self._layout = layout
-        headers = headers_of(self._fetches)
+        headers = self.headers
         self._cache.check_size(headers)
         covered = {item for item in covered if not self._cache.knows(headers[item].rows_key)}
         self._receiver.close([self._fetches[item] for item in covered])
