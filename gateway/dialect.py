@@ -9,7 +9,7 @@ from typing import Final
 from pydantic_core import to_json
 
 from common.errors import TwinlensError
-from gateway.errors import LONGEST, NOT_SERVED, TOO_LONG, body_of, status_of
+from gateway.errors import NOT_SERVED, body_of, message_of, status_of
 
 _MESSAGES = "/v1/messages"
 _SHARED = "/v1/models"
@@ -48,8 +48,7 @@ class OpenAI:
 
 
 class Anthropic(OpenAI):
-    """Anthropic's API, whose errors have no field for the parameter at fault: the message begins with it, unless
-    clients check the message's beginning."""
+    """Anthropic's API, whose errors have no field of their own for the parameter at fault."""
 
     id_headers = (b"x-request-id", b"request-id")
     error_event = b"event: error\n"
@@ -61,14 +60,13 @@ class Anthropic(OpenAI):
     def error(self, error: TwinlensError, request_id: str) -> bytes:
         """`{"type": "error", "error": {"type", "message", "details": {"error_code"}}, "request_id"}`."""
         status = status_of(error)
-        field = "" if error.reason == TOO_LONG else error.field[:LONGEST]
         threads = (error.reason, error.field) == (NOT_SERVED, "thread")
-        told = {
+        said = {
             "type": _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error"),
-            "message": f"{field}: {error.message}" if field else error.message,
+            "message": message_of(error),
             "details": _NO_THREAD if threads else {"error_code": error.reason},
         }
-        return to_json({"type": "error", "error": told, "request_id": request_id})
+        return to_json({"type": "error", "error": said, "request_id": request_id})
 
 
 _OPENAI: Final = OpenAI()

@@ -108,11 +108,19 @@ def param_in(error: TwinlensError) -> str | None:
     return error.field[:LONGEST] or None
 
 
+def message_of(error: TwinlensError) -> str:
+    """The message, which begins with the field at fault: most clients show their callers nothing else. That of a prompt
+    that is too long does not, since clients know it by its beginning."""
+    field = "" if error.reason == TOO_LONG else error.field[:LONGEST]
+    begins = error.message.partition(" ")[0] == field
+    return error.message if begins or not field else f"{field}: {error.message}"
+
+
 def body_of(error: TwinlensError) -> bytes:
     """`{"error": {"message", "type", "param", "code"}}`; for partial failures with `services` beside it."""
     status = status_of(error)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    said = {"message": error.message, "type": kind, "param": param_in(error), "code": code_of(error)}
+    said = {"message": message_of(error), "type": kind, "param": param_in(error), "code": code_of(error)}
     return to_json(
         {"error": said, "services": _services(error)} if isinstance(error, NotEverywhere) else {"error": said}
     )

@@ -13,7 +13,7 @@ from gateway.api.fields import Model
 from gateway.api.responses_request import ResponsesRequest
 from gateway.chat_answers import ChatEvent, ChoiceDelta, ChoiceEnd
 from gateway.convert import answers
-from gateway.errors import code_of, param_in, status_of
+from gateway.errors import code_of, message_of, param_in, status_of
 from gateway.output_parser import ArgumentsDelta, CallLeftOpen, CallStart, Piece, ReasoningDelta, TextDelta
 from gateway.stream import event
 from gateway.tool_parsers.json_end import broken_end
@@ -129,7 +129,7 @@ class Output:
         self._error = error
         if self._open:
             self._items[-1]["status"] = "incomplete"
-        said = {"code": code_of(error), "message": error.message, "param": param_in(error)}
+        said = {"code": code_of(error), "message": message_of(error), "param": param_in(error)}
         response = {"type": "response.failed", "response": self.response()}
         return self.event({"type": "error", **said}) + self.event(response)
 
@@ -185,4 +185,4 @@ def _as_error(error: TwinlensError) -> dict[str, str]:
     """Why a response has failed, in the words that the API has for it."""
     status = status_of(error)
     code = "rate_limit_exceeded" if status == 429 else "server_error" if status >= 500 else "invalid_prompt"
-    return {"code": code, "message": error.message}
+    return {"code": code, "message": message_of(error)}

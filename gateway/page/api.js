@@ -51,10 +51,13 @@ async function answered(path, options) {
   throw failure(said?.error, response.status);
 }
 
+// A message begins with the field at fault, which the page shows elsewhere.
 function failure(error, status = 0) {
-  return new Failure(error?.message ?? `the gateway answered with status ${status}`, {
+  const [message, param] = [error?.message ?? `the gateway answered with status ${status}`, error?.param ?? ""];
+  const field = `${param}: `;
+  return new Failure(param && message.startsWith(field) ? message.slice(field.length) : message, {
     code: error?.code ?? "",
-    param: error?.param ?? "",
+    param,
     status,
   });
 }

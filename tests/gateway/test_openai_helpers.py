@@ -84,6 +84,11 @@ def test_the_helper_for_streams_of_responses_reads_a_model(client: openai.OpenAI
         assert stream.get_final_response().output_parsed == City.model_validate_json(words) == City(city="Rome")
 
 
+def test_what_the_client_says_of_a_refusal_names_the_field(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="audio: this field is not supported"):
+        client.chat.completions.create(**ROME, audio={"format": "wav", "voice": "alloy"})
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_request_that_its_caller_gives_up_ends_in_the_service(
     door: Scripted, client: openai.OpenAI, stream: bool
