@@ -15,13 +15,13 @@ from torch import Tensor
 
 from common.cpu import lines, vectors
 from common.cpu.jit import Array, Typed, inner
-from common.cpu.lines import lined_up
+from common.cpu.lines import lined_up, zeros_lined_up
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES
 from common.cpu.vectors.pairs import HALF, fill, interleave, transpose
 from common.cpu.vectors.powers import cap, hide_others, highest, to_short_powers
 from common.cpu.vectors.products import NOTHING, add_products
-from common.cpu.vectors.stored import rounded
+from common.cpu.vectors.shorts import round_numbers
 
 WIDTH = 64
 """Keys of a panel."""
@@ -30,8 +30,12 @@ _ROWS = 6
 """Queries whose scores with a panel are kept in registers."""
 TILE = 24
 """Queries that go over the keys together: a common multiple of the row counts whose sums fit into registers."""
+TOGETHER = 4
+"""Tiles of queries that are computed one after the other in the same room."""
 STRETCH = 4 * WIDTH
 """Keys whose scores are computed before they are weighted."""
+_AT_ONCE = 2
+"""Panels whose values are weighted together: 16 KiB for 64 numbers, half of most first-level caches."""
 _WIDEST = 5
 """Vectors of a value that are summed up together."""
 _PAIRS = np.empty(0, np.uint64)
@@ -57,7 +61,7 @@ def pack_panel(panel: Any, lanes: Any, keys: Any, values: Any) -> None:
     parts, pairs, width = lanes.shape
     for part in range(parts):
         for pair in range(pairs):
-            to = lanes.ctypes.data + (part * pairs + pair) * width * FLOAT
+            to = lanes.ctypes.data + part * lanes.strides[0] + pair * width * FLOAT
             one = values.ctypes.data + (2 * pair * padded + part * (width // 2)) * FLOAT
             for word in range(0, width // 2, HALF):
                 interleave(to + 2 * word * FLOAT, one + word * FLOAT, one + (padded + word) * FLOAT)
@@ -77,7 +81,7 @@ def _pack_one(
     for place in range(begin, end):
         fill(known[place - begin].ctypes.data, keys[0] + place * keys[1] + head * keys[2], size, padded)
         fill(worth[place - begin].ctypes.data, values[0] + place * values[1] + head * values[2], size, padded)
-    pack_panel(panels[head, panel], lanes[head, panel], known, worth)
+    pack_panel(panels[head, panel], lanes[head, :, panel], known, worth)
 
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, size: Any, segments: Any, begins: Any) -> None:
@@ -88,10 +92,12 @@ def _pack(panels: Any, lanes: Any, keys: Any, values: Any, size: Any, segments: 
 
 @inner
 def _add_values(sums: Any, weights: Any, lanes: Any, rows: Any) -> None:
-    """sums [24, parts · width] += bfloat16 weights [24, 32 words] · lanes [parts, 32, width], for `rows` rows."""
-    parts, pairs, width = lanes.shape
+    """sums [24, parts · width] += bfloat16 weights [24, p · 32 words] · lanes [parts, p, 32, width], for `rows`
+    rows."""
+    parts, width = lanes.shape[0], lanes.shape[3]
+    pairs = lanes.shape[1] * lanes.shape[2]
     for part in range(parts):
-        out, panel = sums.ctypes.data + part * width * FLOAT, lanes.ctypes.data + part * pairs * width * FLOAT
+        out, panel = sums.ctypes.data + part * width * FLOAT, lanes.ctypes.data + part * lanes.strides[0]
         vectors = width // LANES
         step = TILE // 2 if vectors == 2 else 8 if vectors == 3 else 6 if vectors == 4 else 4
         for row in range(0, rows, step):
@@ -111,27 +117,32 @@ def _add_values(sums: Any, weights: Any, lanes: Any, rows: Any) -> None:
 
 
 @inner
-def attend_tile(
-    sums: Any, total: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any
-) -> None:
-    """Adds to float32 sums [24, parts · width] and total [24], both zero, the weighted values of uint32 query [n,
-    words], n ≤ 24, of one head, and their weights. Query i sees keys [seen[i, 0], seen[i, 1]), neither of which
-    decreases from query to query; the keys are in panels [p, padded, 64], their values in lanes [p, parts, 32, width].
-    `scale` includes log2 e, and so does `softcap`, which bounds scores; 0: none.
+def workspace(panels: Any, lanes: Any, words: Any) -> Any:
+    """Memory for one tile of queries: their sums, the totals and highest scores, the scores of a stretch, and the same
+    as weights; and `words` of each query, with room for whole vectors."""
+    parts, width, padded = lanes.shape[-4], lanes.shape[-1], panels.shape[-2]
+    sums, numbers = zeros_lined_up(TILE, parts * width), zeros_lined_up(TILE, padded)
+    scores, shorts = zeros_lined_up(TILE, STRETCH), zeros_lined_up(TILE, STRETCH // 2)
+    return sums, np.zeros((2, TILE), np.float32), scores, shorts, numbers[:, :words]
+
+
+@inner
+def attend_rows(room: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any) -> None:
+    """Fills the sums of `workspace` with the weighted values of the n ≤ 24 queries of one head whose words are there.
+    Query i sees keys [seen[i, 0], seen[i, 1]), neither of which decreases from query to query; the keys are in panels
+    [p, padded, 64], their values in lanes [parts, p, 32, width]. `scale` includes log2 e, and so does `softcap`, which
+    bounds scores; 0: none.
 
     All scores of a stretch of keys are computed before they are weighted. A query may see none of the first stretches.
+    Rows behind the last query are computed from whatever is there.
     """
-    rows, words = query.shape
-    numbers, shorts = np.zeros((TILE, words), np.uint32), np.empty((TILE, STRETCH // 2), np.uint32)
-    scores, most = np.empty((TILE, STRETCH), np.float32), np.full(TILE, -np.inf, np.float32)
-    shorts[rows:] = np.uint32(0)
-    for index in range(rows):
-        for word in range(words):
-            numbers[index, word] = query[index, word]
+    (sums, state, scores, shorts, numbers), rows = room, len(seen)
+    total, most = state[0], state[1]
+    sums[:rows], total[:], most[:] = np.float32(0.0), np.float32(0.0), np.float32(-np.inf)
     last, steps = seen[rows - 1, 1], np.float32(1.0) if softcap > np.float32(0.0) else scale
     for start in range(seen[0, 0] // STRETCH * STRETCH, last, STRETCH):
         wide = (min(STRETCH, last - start) + WIDTH - 1) // WIDTH
-        for index in range(TILE):
+        for index in range(rows):
             scores[index, : wide * WIDTH] = np.float32(0.0)
         for panel in range(wide):
             keys = panels[start // WIDTH + panel]
@@ -141,7 +152,7 @@ def attend_tile(
                     *(numbers[row:].ctypes.data, numbers.strides[0]),
                     *(keys.ctypes.data, np.intp(0), np.intp(0)),
                 )
-                add_products(_ROWS, _VECTORS, _VECTORS, NOTHING, _PAIRS, places, words)
+                add_products(_ROWS, _VECTORS, _VECTORS, NOTHING, _PAIRS, places, numbers.shape[1])
         for index in range(rows):
             here = scores[index].ctypes.data
             if softcap > np.float32(0.0):
@@ -158,59 +169,58 @@ def attend_tile(
                     sums[index, place] *= less
             most[index] = above
             total[index] += to_short_powers(shorts[index].ctypes.data, here, wide, steps, above)
-        for panel in range(wide):
-            weights = shorts[:, panel * WIDTH // 2 : (panel + 1) * WIDTH // 2]
-            _add_values(sums, weights, lanes[start // WIDTH + panel], rows)
-
-
-@inner
-def _attend_segment(out: Any, place: Any, apart: Any, panels: Any, lanes: Any, known: Any, scale: Any) -> None:
-    """uint32 out and queries [n, words] of one head; the queries begin at an address, with `apart` bytes from one to
-    the next. All of them see the first `known` keys; the others as in `attend_tile`."""
-    rows, words = out.shape
-    padded = (words + LANES - 1) // LANES * LANES
-    query = np.empty((rows, padded), np.uint32)
-    for index in range(rows):
-        fill(query[index].ctypes.data, place + index * apart, words, padded)
-    sums, total = np.zeros((TILE, lanes.shape[1] * lanes.shape[3]), np.float32), np.zeros(TILE, np.float32)
-    seen = np.zeros((rows, 2), np.int64)
-    seen[:, 1] = known
-    attend_tile(sums, total, query[:, :words], panels, lanes, seen, scale, np.float32(0.0))
+        for panel in range(0, wide, _AT_ONCE):
+            first = start // WIDTH + panel
+            there = lanes[:, first : first + min(_AT_ONCE, wide - panel)]
+            _add_values(sums, shorts[:, panel * WIDTH // 2 :], there, rows)
     for index in range(rows):
         share = np.float32(1.0) / total[index]
-        for word in range(words):
-            low, high = sums[index, 2 * word] * share, sums[index, 2 * word + 1] * share
-            out[index, word] = _short(low) | _short(high) << np.uint32(16)
+        for place in range(sums.shape[1]):
+            sums[index, place] *= share
 
 
-@numba.njit(inline="always")
-def _short(number: Any) -> Any:
-    """The bits of the nearest bfloat16."""
-    return rounded(np.float32(number).view(np.uint32)) >> np.uint32(16)
+def attending(workspace: Any, attend_rows: Any, tile_size: Any) -> Any:
+    """The part of `_attend` that computes `TOGETHER` tiles of queries, each of one head, one after the other in the
+    same room, by these two functions."""
+
+    @inner
+    def attend_some(
+        chunk: Any, out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any
+    ) -> None:
+        words, count = out.shape[2], len(tiles)
+        room, seen = workspace(panels, lanes, words), np.zeros((tile_size, 2), np.int64)
+        sums, numbers = room[0], room[-1]
+        place_of_first, apart, heads_apart = query
+        for task in range(chunk * TOGETHER, min((chunk + 1) * TOGETHER, out.shape[1] * count)):
+            head, tile = task // count, task % count
+            segment, row = tiles[tile, 0], tiles[tile, 1]
+            begin, end, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
+            known, shared = end - begin, head // group
+            rows = min(tile_size, end - row)
+            seen[:, 1] = known
+            there = slice(base, base + (known + WIDTH - 1) // WIDTH)
+            first_query, first_out = place_of_first + row * apart + head * heads_apart, out[row, head].ctypes.data
+            for index in range(rows):
+                place = numbers.ctypes.data + index * numbers.strides[0]
+                fill(place, first_query + index * apart, words, panels.shape[2])
+            attend_rows(room, panels[shared, there], lanes[shared, :, there], seen[:rows], scale, np.float32(0.0))
+            for index in range(rows):
+                place = sums.ctypes.data + index * sums.strides[0]
+                round_numbers(first_out + index * out.strides[0], place, 2 * words)
+
+    return attend_some
 
 
-@inner
-def _attend_one(
-    task: Any, out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any
-) -> None:
-    """A head's tile of `_attend`."""
-    place, apart, heads_apart = query
-    head, tile = task // len(tiles), task % len(tiles)
-    segment, row = tiles[tile, 0], tiles[tile, 1]
-    begin, end, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
-    known, last = end - begin, min(row + TILE, end)
-    there = slice(base, base + (known + WIDTH - 1) // WIDTH)
-    shared = head // group
-    here = panels[shared, there], lanes[shared, there]
-    _attend_segment(out[row:last, head], place + row * apart + head * heads_apart, apart, *here, known, scale)
+_attend_some = attending(workspace, attend_rows, TILE)
 
 
 def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:
     """out and query [n, heads, words] of two bfloat16 each, the query given as `_Place`; `group` heads share one KV
     head. segments int64 [s, 3]: the begin, end and first panel of each; begins int64 [p, 2] and tiles int64 [t, 2]: the
     segment and first place of each panel or tile. `scale` includes log2 e."""
+    count = out.shape[1] * len(tiles)
     given = out, query, panels, lanes, segments, tiles, group, scale
-    parallel_for(_attend_one, given, out.shape[1] * len(tiles))
+    parallel_for(_attend_some, given, (count + TOGETHER - 1) // TOGETHER)
 
 
 _pack_kernel, _attend_kernel = (threaded(each, [vectors, lines]) for each in (_pack, _attend))
@@ -239,7 +249,7 @@ def room(heads: int, count: int, dim: int) -> tuple[Array, Array]:
     padded = -(-max(dim, parts * width) // (2 * LANES)) * LANES
     return (
         lined_up((heads, count, padded, WIDTH), np.uint32),
-        lined_up((heads, count, parts, WIDTH // 2, width), np.uint32),
+        lined_up((heads, parts, count, WIDTH // 2, width), np.uint32),
     )
 
 

@@ -10,25 +10,21 @@ import numpy as np
 from common.cpu import lines, pair_attention, vectors
 from common.cpu.jit import Array, Typed, inner
 from common.cpu.lines import lined_up, zeros_lined_up
-from common.cpu.pair_attention import WIDTH, PairAttention
+from common.cpu.pair_attention import TOGETHER, WIDTH, PairAttention, attending
 from common.cpu.routines import parallel_for, threaded
 from common.cpu.vectors.llvm import FLOAT, LANES, LINE
-from common.cpu.vectors.pairs import fill
 from common.cpu.vectors.powers import cap, hide_others
-from common.cpu.vectors.shorts import round_numbers
 from common.cpu.vectors.softmax import STATE, begin_state, scale_rows, to_weights, write_shares
 from common.cpu.vectors.tiles import BLOCK, add_tiles, configure_tiles, multiply_tiles, release_tiles
 
 TILE = 2 * BLOCK
 """Queries that go over the keys together."""
-TOGETHER = 8
-"""Tiles of queries that are computed one after the other in the same room."""
 _ROW = WIDTH * FLOAT
 """Bytes of a query's scores, and of a panel's row of words."""
 
 
 @inner
-def workspace(panels: Any, lanes: Any) -> Any:
+def workspace(panels: Any, lanes: Any, _words: Any) -> Any:
     """Memory for one tile of queries, float32: their sums, the softmax states of both blocks, scores, and words, which
     are 0 behind a query's last one."""
     width = (lanes.shape[-1] + 2 * LANES - 1) // (2 * LANES) * 2 * LANES
@@ -40,13 +36,13 @@ def workspace(panels: Any, lanes: Any) -> Any:
 def attend_rows(room: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any) -> None:
     """Fills the sums of `workspace` with the weighted values of the n ≤ 32 queries of one head whose words are there.
     Query i sees keys [seen[i, 0], seen[i, 1]), neither of which decreases from query to query; the keys are in panels
-    [p, padded, 64], their values in lanes [p, 32, width]. `scale` includes log2 e, and so does `softcap`, which bounds
-    scores; 0: none.
+    [p, padded, 64], their values in lanes [1, p, 32, width]. `scale` includes log2 e, and so does `softcap`, which
+    bounds scores; 0: none.
 
     A query may see none of the first panels.
     """
     sums, states, scores, numbers = room
-    rows, width = len(seen), lanes.shape[2] // LANES
+    rows, width = len(seen), lanes.shape[3] // LANES
     blocks = (rows + BLOCK - 1) // BLOCK
     for block in range(blocks):
         begin_state(states[block].ctypes.data)
@@ -55,7 +51,7 @@ def attend_rows(room: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softc
     steps = np.float32(1.0) if capped else scale
     configure_tiles(BLOCK)
     for panel in range(begin, end):
-        start, keys, values = panel * WIDTH, panels[panel].ctypes.data, lanes[panel].ctypes.data
+        start, keys, values = panel * WIDTH, panels[panel].ctypes.data, lanes[0, panel].ctypes.data
         _score(scores, numbers, keys, blocks)
         for row in range(rows if capped else 0):
             cap(scores[row].ctypes.data, 1, scale, softcap)
@@ -116,33 +112,7 @@ def _add_values(sums: Any, weights: Any, values: Any, width: Any, blocks: Any, m
             multiply_tiles(2, 2, 0, places, 2)
 
 
-@inner
-def _attend_some(
-    chunk: Any, out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any
-) -> None:
-    """`TOGETHER` tasks of `_attend`, each a tile of queries of a head."""
-    room, seen, count = workspace(panels, lanes), np.zeros((TILE, 2), np.int64), len(tiles)
-    sums, _, _, numbers = room
-    place_of_first, apart, heads_apart = query
-    for task in range(chunk * TOGETHER, min((chunk + 1) * TOGETHER, out.shape[1] * count)):
-        head, tile = task // count, task % count
-        segment, row = tiles[tile, 0], tiles[tile, 1]
-        first, last, base = segments[segment, 0], segments[segment, 1], segments[segment, 2]
-        known, shared = last - first, head // group
-        rows = min(TILE, last - row)
-        seen[:, 1] = known
-        there = slice(base, base + (known + WIDTH - 1) // WIDTH)
-        here = panels[shared, there], lanes[shared, there, 0]
-        step, words = numbers.strides[0], out.shape[2]
-        first_query = place_of_first + row * apart + head * heads_apart
-        for index in range(rows):
-            place = numbers.ctypes.data + index * step
-            fill(place, first_query + index * apart, words, numbers.shape[1])
-        attend_rows(room, *here, seen[:rows], scale, np.float32(0.0))
-        first_out = out[row, head].ctypes.data
-        for index in range(rows):
-            place = sums.ctypes.data + index * sums.strides[0]
-            round_numbers(first_out + index * out.strides[0], place, 2 * words)
+_attend_some = attending(workspace, attend_rows, TILE)
 
 
 def _attend(out: Any, query: Any, panels: Any, lanes: Any, segments: Any, tiles: Any, group: Any, scale: Any) -> None:
@@ -164,7 +134,7 @@ def room(heads: int, count: int, dim: int) -> tuple[Array, Array]:
     padded = -(-vectors // 2) * LANES
     return (
         lined_up((heads, count, padded, WIDTH), np.uint32),
-        lined_up((heads, count, 1, WIDTH // 2, vectors * LANES), np.uint32),
+        lined_up((heads, 1, count, WIDTH // 2, vectors * LANES), np.uint32),
     )
 
 

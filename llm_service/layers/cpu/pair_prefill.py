@@ -12,8 +12,10 @@ from torch import Tensor
 
 from common.cpu import lines, pair_attention, vectors
 from common.cpu.jit import Array, Typed, compiled, inner
-from common.cpu.pair_attention import TILE, WIDTH, attend_tile, fill_row, pack_panel
+from common.cpu.pair_attention import TILE, TOGETHER, WIDTH, attend_rows, fill_row, pack_panel, workspace
 from common.cpu.routines import parallel_for, threaded
+from common.cpu.vectors.llvm import LANES
+from common.cpu.vectors.pairs import copy
 from common.cpu.vectors.shorts import round_numbers
 from llm_service.layers.cpu import prefill_attention
 from llm_service.layers.cpu.prefill_attention import PrefillAttention, tile_at
@@ -34,12 +36,12 @@ def _pack_one(
     for place in range(here, end):
         fill_row(known[place - here], keys[places[place], first + head])
         fill_row(worth[place - here], values[places[place], first + head])
-    pack_panel(panels[head, panel], lanes[head, panel], known, worth)
+    pack_panel(panels[head, panel], lanes[head, :, panel], known, worth)
 
 
 def _pack(panels: Any, lanes: Any, keys: Any, values: Any, places: Any, segments: Any, begins: Any, first: Any) -> None:
-    """Fills uint32 panels [heads, p, padded, 64] with the keys of the KV heads from `first` on, and lanes [heads, p,
-    parts, 32, width] with their values, both padded with zeros behind a segment's last key; keys and values [slots,
+    """Fills uint32 panels [heads, p, padded, 64] with the keys of the KV heads from `first` on, and lanes [heads,
+    parts, p, 32, width] with their values, both padded with zeros behind a segment's last key; keys and values [slots,
     kv_heads, words]. The others are as in `PrefillMetadata` and `PrefillAttention`."""
     given = panels, lanes, keys, values, places, segments, begins, first
     parallel_for(_pack_one, given, panels.shape[0] * len(begins))
@@ -55,24 +57,36 @@ def _write(keys: Any, values: Any, key: Any, value: Any, places: Any) -> None:
             round_numbers(values[places[row], head].ctypes.data, of_value.ctypes.data, key.shape[2])
 
 
-@inner
-def _attend_rows(out: Any, query: Any, panels: Any, lanes: Any, seen: Any, scale: Any, softcap: Any) -> None:
-    """float32 out [n, dim] and uint32 query [n, words], of one head; the others are as in `attend_tile`."""
-    sums, total = np.zeros((TILE, lanes.shape[1] * lanes.shape[3]), np.float32), np.zeros(TILE, np.float32)
-    attend_tile(sums, total, query, panels, lanes, seen, scale, softcap)
-    for index in range(out.shape[0]):
-        for place in range(out.shape[1]):
-            out[index, place] = sums[index, place] / total[index]
+def attending(workspace: Any, attend_rows: Any, tile_size: Any) -> Any:
+    """The part of `_attend` that computes `TOGETHER` tiles of queries, each of one head, one after the other in the
+    same room, by these two functions. tables are segments, seen and tiles, `rule` is `scale` and `softcap`."""
+
+    @inner
+    def attend_some(
+        chunk: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
+    ) -> None:
+        dim = out.shape[2]
+        room = workspace(panels, lanes, dim // 2)
+        sums, numbers = room[0], room[-1]
+        tasks = panels.shape[0] * group * len(tables[2])
+        for task in range(chunk * TOGETHER, min((chunk + 1) * TOGETHER, tasks)):
+            head, rows, shared, packed = tile_at(task, tables, first, group, tile_size)
+            row = rows.start
+            first_query, first_out = query[row, head].ctypes.data, out[row, head].ctypes.data
+            for index in range(rows.stop - row):
+                place = numbers.ctypes.data + index * numbers.strides[0]
+                round_numbers(place, first_query + index * query.strides[0], dim)
+            attend_rows(room, panels[shared, packed], lanes[shared, :, packed], tables[1][rows], *rule)
+            for index in range(rows.stop - row):
+                place = sums.ctypes.data + index * sums.strides[0]
+                copy(first_out + index * out.strides[0], place, dim // LANES)
+                for number in range(dim // LANES * LANES, dim):
+                    out[row + index, head, number] = sums[index, number]
+
+    return attend_some
 
 
-@inner
-def _attend_one(
-    task: Any, out: Any, query: Any, panels: Any, lanes: Any, tables: Any, first: Any, group: Any, rule: Any
-) -> None:
-    """A head's tile of `_attend`; tables are segments, seen and tiles, `rule` is `scale` and `softcap`."""
-    head, rows, shared, packed = tile_at(task, tables, first, group, TILE)
-    there = panels[shared, packed], lanes[shared, packed]
-    _attend_rows(out[rows, head], query[rows, head], *there, tables[1][rows], *rule)
+_attend_some = attending(workspace, attend_rows, TILE)
 
 
 def _attend(
@@ -88,11 +102,12 @@ def _attend(
     scale: Any,
     softcap: Any,
 ) -> None:
-    """float32 out [n, heads, dim] and uint32 query [n, heads, words]. It computes the query heads that share the KV
-    heads from `first` on, `group` each. `scale` and `softcap` include log2 e. panels and lanes are as in `_pack`, the
-    others as in `PrefillMetadata`."""
+    """float32 out and query [n, heads, dim]; the query's rows may be strided. It computes the query heads that share
+    the KV heads from `first` on, `group` each. `scale` and `softcap` include log2 e. panels and lanes are as in
+    `_pack`, the others as in `PrefillMetadata`."""
+    count = panels.shape[0] * group * len(tiles)
     given = out, query, panels, lanes, (segments, seen, tiles), first, group, (scale, softcap)
-    parallel_for(_attend_one, given, panels.shape[0] * group * len(tiles))
+    parallel_for(_attend_some, given, (count + TOGETHER - 1) // TOGETHER)
 
 
 _made_of = [vectors, lines, pair_attention, prefill_attention]
@@ -107,7 +122,7 @@ TYPED = {
     "attend": Typed(
         _attend_kernel,
         (
-            *(numba.float32[:, :, ::1], _words, _panels, _lanes, _table, _table, _table),
+            *(numba.float32[:, :, ::1], numba.float32[:, :, :], _panels, _lanes, _table, _table, _table),
             *(numba.intp, numba.intp, numba.float32, numba.float32),
         ),
     ),
@@ -131,4 +146,9 @@ class PairPrefillAttention(PrefillAttention):
 
     @staticmethod
     def _numbers(x: Tensor) -> Array:
-        return pair_attention.words(x.bfloat16())
+        return pair_attention.words(x)
+
+    @classmethod
+    def _queries(cls, x: Tensor) -> Array:
+        queries: Array = x.numpy()
+        return queries
