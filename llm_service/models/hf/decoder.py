@@ -3,7 +3,7 @@ its own, any number of sequences go in one batch, and a prompt in any number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from llm_service.families.chunk_rule import ChunkRule
 from llm_service.families.sight import OF_PROMPTS, Sight, SpanRule
 from llm_service.layers.attention.backend import AttentionBackend, AttentionKind, CacheShape, MakesBackend
 from llm_service.layers.attention.choose import choose
-from llm_service.layers.attention.general_backend import AttentionRule, GeneralBackend, GeneralBatch
-from llm_service.layers.sparse_attention.index import Chosen, IndexQuery
+from llm_service.layers.attention.general_backend import GeneralBackend, GeneralBatch
 from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.decoder import kernels_of
-from llm_service.models.hf.attention import NAME, HfMixer, attend_as_ours, beyond_kernels, layer_of
+from llm_service.models.hf.attention import NAME, HfMixer, attend_as_ours, beyond_kernels
+from llm_service.models.hf.cached_step import CachedStep
 from llm_service.models.hf.head import take_layers
 from llm_service.models.hf.index import take_indexers
 from llm_service.models.hf.inputs import InputsByIds
@@ -167,8 +167,8 @@ class HfDecoder:
     ) -> Tensor:
         """As `Decoder.forward`; `token_ids` int [n] are for what a model looks up besides embeddings."""
         assert token_ids is not None, "`ids_of_layers` gives them"
-        kept, places_of = self._kept, self._kept.places
-        paged: GeneralBatch = batches[places_of[min(kept.keys)]]
+        places_of = self._kept.places
+        paged: GeneralBatch = batches[places_of[min(self._kept.keys)]]
         more = self._by_ids.of(token_ids, paged)
         if deepstack is not None:
             here = torch.zeros(1, len(hidden), dtype=torch.bool, device=self.device)
@@ -180,38 +180,14 @@ class HfDecoder:
                 more["deepstack_features"] = dict(zip(self._layers_of_levels, levels, strict=True))
             else:
                 more["visual_pos_masks"], more["deepstack_visual_embeds"] = here, list(deepstack.values)
-
-        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-            layer = layer_of(module)
-            at = places_of[layer]
-            batch, cache = batches[at], caches[at].kv if layer in kept.index_dims else caches[at]
-            if (tempering := self._tempering.get(layer)) is not None:
-                query = (query * tempering.factors(positions[0]).view(-1, 1, 1)).to(query.dtype)
-            if not self._why_general:
-                if rule != kept.rules[layer]:
-                    raise CheckpointError(f"{type(module).__name__} attends by another rule in each step")
-                given = (each.contiguous() for each in (query, key, value))
-                seen: Tensor = batch.attend(*given, cache)
-                return seen.view(*query.shape[:2], -1)
-            out: Tensor = batch.attend(query, key, value, cache, rule)
-            return out.view(*query.shape[:2], -1)
-
-        def choose(layer: int, asked: IndexQuery) -> tuple[Chosen, ...]:
-            at = places_of[layer]
-            chosen: tuple[Chosen, ...] = batches[at].choose(asked, caches[at].index)
-            return chosen
-
-        def carry(layer: int, compute: Callable[[Tensor, Any], Tensor], tokens: Tensor) -> Tensor:
-            at = places_of[layer]
-            made: Tensor = batches[at].carry(compute, tokens, caches[at])
-            return made
-
         if self._axes > len(positions):  # the first is a token's own number in its sequence
             numbers = [
                 torch.arange(len(part.slots) - (part.end - part.begin), len(part.slots)) for part in paged.segments
             ]
             positions = torch.cat([torch.cat(numbers).to(positions).unsqueeze(0), positions])
-        out = self._run(hidden, positions, HfStep(attend, choose, carry), **more)
+        by_rule = bool(self._why_general)
+        step = CachedStep(self._kept, places_of, caches, batches, positions, self._tempering, by_rule)
+        out = self._run(hidden, positions, step, **more)
         return out if places is None else out[places]
 
     def _run(self, hidden: Tensor, positions: Tensor, step: HfStep, **more: Any) -> Tensor:

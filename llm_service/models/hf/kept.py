@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,33 @@ class Kept:
         return made
 
 
+@dataclass(frozen=True, slots=True)
+class _FirstStep:
+    """See `HfStep`: notes what each layer asks for."""
+
+    kept: Kept
+    kind: AttentionKind
+    chunks: Mapping[int, int]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        layer, width, rank = layer_of(module), max(key.shape[-1], value.shape[-1]), rank_of(module)
+        self.kept.rules[layer] = rule
+        self.kept.narrower |= key.shape[-1] != value.shape[-1] and not rank
+        spec = PagedKV(query.shape[1], key.shape[1], width, self.kind, rank)
+        if self.kept.keys.setdefault(layer, spec) != spec:
+            raise CheckpointError(f"{type(module).__name__} attends twice in one layer")
+        return query.new_zeros(*query.shape[:2], value.shape[-1])
+
+    def choose(self, layer: int, asked: IndexQuery) -> tuple[Chosen, ...]:
+        self.kept.index_dims[layer] = asked.key.shape[-1]
+        return ()
+
+    def carry(self, layer: int, compute: Callable[[Tensor, Any], Tensor], tokens: Tensor) -> Tensor:
+        made = compute(tokens, held := Held())
+        self.kept.states[layer] = held.spec(self.chunks[layer])
+        return made
+
+
 def find_kept(
     text: Any, kind: AttentionKind, chunks: Mapping[int, int], ranks: int, compute: Callable[[HfStep], object]
 ) -> Kept:
@@ -69,28 +96,9 @@ def find_kept(
     Layers in `chunks` keep states, and compute so many tokens at once. Raises CheckpointError if the text does not run
     like this, or over so many ranks, or a layer keeps something else."""
     kept, name = Kept(), type(text).__name__
-
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        layer, width, rank = layer_of(module), max(key.shape[-1], value.shape[-1]), rank_of(module)
-        kept.rules[layer] = rule
-        kept.narrower |= key.shape[-1] != value.shape[-1] and not rank
-        spec = PagedKV(query.shape[1], key.shape[1], width, kind, rank)
-        if kept.keys.setdefault(layer, spec) != spec:
-            raise CheckpointError(f"{type(module).__name__} attends twice in one layer")
-        return query.new_zeros(*query.shape[:2], value.shape[-1])
-
-    def choose(layer: int, asked: IndexQuery) -> tuple[Chosen, ...]:
-        kept.index_dims[layer] = asked.key.shape[-1]
-        return ()
-
-    def carry(layer: int, compute_layer: Callable[[Tensor, Any], Tensor], tokens: Tensor) -> Tensor:
-        made = compute_layer(tokens, held := Held())
-        kept.states[layer] = held.spec(chunks[layer])
-        return made
-
     try:
         with torch.inference_mode():
-            compute(HfStep(attend, choose, carry))
+            compute(_FirstStep(kept, kind, chunks))
     except AttributeError as error:
         of_ours = f"'{TextLinear.__name__}' object" in str(error)
         what = "asks a linear layer in 8 or 4 bits" if of_ours else "cannot compute a token"

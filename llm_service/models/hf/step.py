@@ -5,32 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from llm_service.layers.attention.general_backend import AttentionRule
 from llm_service.layers.sparse_attention.index import Chosen, IndexQuery
 
-Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionRule], Tensor]
-"""From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""
 
-Choose = Callable[[int, IndexQuery], tuple[Chosen, ...]]
-"""From a layer's number and its index queries to what the tokens of each chunk see."""
+class HfStep(Protocol):
+    """What a layer asks for."""
 
-Carry = Callable[[int, Callable[[Tensor, Any], Tensor], Tensor], Tensor]
-"""From a layer's number, a function of [b, n, hidden] and the states of b sequences (`states.Held`), and a batch of
-tokens [1, n, hidden] → [1, n, hidden]."""
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """From a layer's attention, queries [n, heads, width], keys and values [n, kv_heads, …] → [n, heads, depth]."""
+        ...
 
+    def choose(self, layer: int, asked: IndexQuery) -> tuple[Chosen, ...]:
+        """From a layer's number and its index queries to what the tokens of each chunk see."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class HfStep:
-    """See each."""
-
-    attend: Attend
-    choose: Choose
-    carry: Carry
+    def carry(self, layer: int, compute: Callable[[Tensor, Any], Tensor], tokens: Tensor) -> Tensor:
+        """From a layer's number, a function of [b, n, hidden] and the states of b sequences (`states.Held`), and a
+        batch of tokens [1, n, hidden] → [1, n, hidden]."""
+        ...
 
 
 _step: ContextVar[HfStep | None] = ContextVar("step", default=None)
