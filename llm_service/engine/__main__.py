@@ -16,7 +16,7 @@ def load(settings: EngineSettings, arena_fd: int) -> Loaded:
     from llm_service.worker.executor import GroupExecutor, LoneExecutor
     from llm_service.worker.load import load_rank
     from llm_service.worker.load_adapters import adapter_reader
-    from llm_service.worker.rank_memory import reachable
+    from llm_service.worker.mirror import reachable
     from llm_service.worker.ranks import device_of, lead, rank_place
 
     size = settings.tensor_parallel

@@ -31,6 +31,8 @@ from llm_service.models.model import Model
 from llm_service.models.quantization_config import quantization_of
 from llm_service.plan import StepPlan
 from llm_service.settings import DRAFT_HEADS, CacheDtype, EngineSettings
+from llm_service.worker.cache_dtype import with_cache_dtype
+from llm_service.worker.cache_room import CacheRoom, cache_room
 from llm_service.worker.caches import Caches
 from llm_service.worker.changeover import Changeover
 from llm_service.worker.draft_loader import Drafting, load_draft_model, load_eagle_head, load_mtp_layer
@@ -41,15 +43,8 @@ from llm_service.worker.host_cache import HostCache
 from llm_service.worker.load_adapters import rank_adapters
 from llm_service.worker.loaded_adapters import LoadedAdapters
 from llm_service.worker.memory import Gauge, cache_budget
+from llm_service.worker.mirror import row_mirror
 from llm_service.worker.model_runner import ModelRunner
-from llm_service.worker.rank_memory import (
-    CacheRoom,
-    cache_room,
-    host_memory,
-    row_mirror,
-    with_cache_dtype,
-    with_symmetric_memory,
-)
 from llm_service.worker.row_arena import RowArena
 from llm_service.worker.wait_trial import unmeant_waits
 from llm_service.worker.weights import describe
@@ -104,6 +99,8 @@ def _load(settings: EngineSettings, device: torch.device, group: TensorGroup, ar
     dtype: torch.dtype = getattr(torch, settings.dtype)
     memory = SharedBuffer.attach(arena_fd, settings.row_arena_bytes)
     if settings.symmetric_memory:
+        from llm_service.layers.gpu.symmetric_sum import with_symmetric_memory
+
         group = with_symmetric_memory(group, dtype, device)
     if settings.expert_parallel:
         group = group.with_whole_experts()
@@ -208,12 +205,15 @@ class _LoadedModel:
         )
 
     def _host_cache(self, room: CacheRoom, caches: Caches, proposer: DraftModel | None) -> HostCache:
-        """Host places for the model's blocks and the proposer's."""
+        """Host places for the model's blocks and the proposer's: in this rank's part of the memory that the front has
+        as well, if it has any."""
         tensors = [*caches.block_tensors, *(() if proposer is None else proposer.caches.block_tensors)]
         if not self.settings.kv_host_fd:
             return HostCache(tensors, room.host_blocks)
-        memory = host_memory(self.settings, self.group.rank)
-        return HostCache(tensors, room.host_blocks, memory=memory, place_bytes=room.place_bytes)
+        size, rank = self.settings.kv_host_bytes, self.group.rank
+        whole = SharedBuffer.attach(self.settings.kv_host_fd, self.settings.tensor_parallel * size)
+        own = whole.view[rank * size : (rank + 1) * size]
+        return HostCache(tensors, room.host_blocks, memory=own, place_bytes=room.place_bytes)
 
 
 def _core_share(loaded: _LoadedModel, use: Callable[[int], None]) -> CoreShare | None:

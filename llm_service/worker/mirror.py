@@ -5,15 +5,26 @@ carry out the same orders between the same steps, and a copy counts only if it s
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from common.gpu.device_memory import DeviceMemory, DeviceMemoryError, Mapping, as_unsigned, check_row_bytes, row_sum
+from common.checkpoints.checkpoint import CheckpointError
+from common.gpu.device_memory import (
+    DeviceMemory,
+    DeviceMemoryError,
+    Mapping,
+    as_unsigned,
+    check_row_bytes,
+    driver,
+    row_sum,
+)
 from common.telemetry import log
+from llm_service.settings import EngineSettings
 from llm_service.worker.messages import InvalidateRows, MirrorOrder, Pulled, PullRows, UnmapPool
 
 _log = log.get("mirror")
@@ -144,3 +155,31 @@ def _close(region: str, mapping: Mapping) -> None:
         mapping.close()
     except DeviceMemoryError as error:
         _log.warning("an encoder's device memory cannot be released", region=region, cause=str(error))
+
+
+def reachable(settings: EngineSettings, devices: Sequence[torch.device]) -> list[str]:
+    """UUIDs of the devices whose memory every rank can read; empty if ranks keep no mirrors."""
+    return _memory(devices[0]).reachable(devices) if settings.row_mirror else []
+
+
+def row_mirror(settings: EngineSettings, device: torch.device, width: int, dtype: torch.dtype) -> Mirror:
+    """A mirror of the row arena on this device. Raises CheckpointError if its memory cannot be shared."""
+    row_bytes = settings.row_levels * width * dtype.itemsize
+    try:
+        return Mirror(_memory(device), device, settings.row_arena_bytes, row_bytes, dtype, _beside_steps(device))
+    except DeviceMemoryError as error:
+        raise CheckpointError(f"--row-mirror: {error}") from error
+
+
+def _beside_steps(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """A context whose work runs on a stream of its own, so that its end can be waited for while steps run. The thread
+    that launches steps waits for it, so this stream has priority."""
+    return partial(torch.cuda.stream, torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else nullcontext
+
+
+def _memory(device: torch.device) -> DeviceMemory:
+    """Raises CheckpointError if this device's memory cannot be shared."""
+    try:
+        return driver(device)
+    except DeviceMemoryError as error:
+        raise CheckpointError(f"--row-mirror: {error}") from error

@@ -15,7 +15,7 @@ from llm_service.layers.cpu import selection
 from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.models.decoder import Decoder
 from llm_service.models.loader import load_decoder
-from llm_service.worker.rank_memory import check_small_cache
+from llm_service.worker.cache_dtype import check_small_cache
 from llm_service.worker.weights import describe as weights_of
 from testkit.hf_side import GREEDY, Served, foreseen
 from tests.parity.cases import drawn_logits

@@ -11,6 +11,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from common.checkpoints.checkpoint import CheckpointError
+from llm_service.layers.tensor_parallel import TensorGroup
+
 CAPACITY = 8 << 20
 """Bytes of the longest sum. Longer ones go to NCCL, where the bandwidth of the links decides."""
 
@@ -72,3 +75,20 @@ class SymmetricSum:
             other = expected(x.clone())
             found.append(torch.allclose(self.sum(x), other, rtol=within, atol=within))
         return all(found)
+
+
+def with_symmetric_memory(group: TensorGroup, dtype: torch.dtype, device: torch.device) -> TensorGroup:
+    """The group with sums by symmetric memory, after checking on every rank that they equal NCCL's. Raises
+    CheckpointError."""
+    assert group.process_group is not None, "there are several ranks"
+    why, sums = "", None
+    try:
+        sums = SymmetricSum(group.process_group, device, dtype)
+    except (ValueError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]
+    if not group.all_reduce_min(int(sums is not None)):
+        raise CheckpointError(f"--symmetric-memory: {why or 'another rank has none'}")
+    assert sums is not None, "this rank is one of all"
+    if not group.all_reduce_min(int(sums.trial(group.sum, group.rank))):
+        raise CheckpointError("--symmetric-memory: sums differ from those of NCCL on these GPUs")
+    return group.with_sums(sums)

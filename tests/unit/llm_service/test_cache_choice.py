@@ -18,7 +18,7 @@ from llm_service.model_config.stated_quantization import cache_type_of, suggests
 from llm_service.models.hf.decoder import HfDecoder
 from llm_service.prefill.layout import kv_layout
 from llm_service.settings import CacheDtype
-from llm_service.worker import rank_memory
+from llm_service.worker.cache_dtype import with_cache_dtype
 from tests.unit.llm_service.test_load import SETTINGS
 
 FLOAT = {"num_bits": 8, "type": "float"}
@@ -84,10 +84,10 @@ def test_a_suggestion_that_cannot_be_followed_is_left_and_what_is_asked_for_refu
         mock.Mock(spec=HfDecoder, keeps_small_cache=False),
     )
     settings = msgspec.structs.replace(SETTINGS, kv_cache_dtype=CacheDtype.FP8, kv_cache_suggested=True)
-    assert rank_memory.with_cache_dtype(settings, checkpoint, decoder).kv_cache_dtype is CacheDtype.AUTO
+    assert with_cache_dtype(settings, checkpoint, decoder).kv_cache_dtype is CacheDtype.AUTO
     assert "the KV cache is not what the checkpoint suggests" in "".join(capsys.readouterr())
     with pytest.raises(CheckpointError, match="--kv-cache-dtype fp8 is not for a text that transformers computes"):
-        rank_memory.with_cache_dtype(msgspec.structs.replace(settings, kv_cache_suggested=False), checkpoint, decoder)
+        with_cache_dtype(msgspec.structs.replace(settings, kv_cache_suggested=False), checkpoint, decoder)
 
 
 def test_services_that_keep_blocks_of_e4m3_by_other_scales_exchange_none(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from common.checkpoints.checkpoint import CheckpointError
 from llm_service.layers.gpu import symmetric_sum
-from llm_service.layers.gpu.symmetric_sum import SymmetricSum
+from llm_service.layers.gpu.symmetric_sum import SymmetricSum, with_symmetric_memory
 from llm_service.layers.tensor_parallel import TensorGroup
-from llm_service.worker.rank_memory import with_symmetric_memory
 
 CPU = torch.device("cpu")
 CAPACITY, ONE_SHOT = 1 << 15, 1 << 13

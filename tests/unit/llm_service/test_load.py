@@ -26,7 +26,8 @@ from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan, StepResult
 from llm_service.settings import CacheDtype, EngineSettings
-from llm_service.worker import load, load_adapters, rank_memory
+from llm_service.worker import load, load_adapters
+from llm_service.worker.cache_dtype import check_small_cache
 from llm_service.worker.dummy_plans import prompt_plan
 from llm_service.worker.memory import Gauge
 from llm_service.worker.messages import AddAdapter
@@ -198,14 +199,14 @@ def test_caches_that_cannot_be_in_8_bits_are_refused(specs: list[CacheSpec], nam
     mixers = [SimpleNamespace(cache_spec=lambda spec=spec: spec) for spec in specs]
     decoder: Any = SimpleNamespace(mixers=lambda: mixers, keeps_small_cache=True)
     with pytest.raises(CheckpointError, match=named):
-        rank_memory.check_small_cache(decoder, CacheDtype.INT8)
+        check_small_cache(decoder, CacheDtype.INT8)
 
 
 def test_latent_attention_keeps_no_e4m3() -> None:
     mixers = [SimpleNamespace(cache_spec=lambda: PagedKV(4, 1, 40, values_in_keys=32))]
     decoder: Any = SimpleNamespace(mixers=lambda: mixers, keeps_small_cache=True)
     with pytest.raises(CheckpointError, match="--kv-cache-dtype fp8 is not for latent attention"):
-        rank_memory.check_small_cache(decoder, CacheDtype.FP8)
+        check_small_cache(decoder, CacheDtype.FP8)
 
 
 def test_a_rank_divides_the_cores_while_it_computes_and_looks_before_each_layer(
