@@ -29,6 +29,7 @@ from encoder_service.engine.device_pool import DevicePools
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.encode import EncoderEngine
+from encoder_service.engine.item_plans import FamilyPlans, HfPlans, ItemPlans
 from encoder_service.engine.media_loader import MediaLoader
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_store import SharedStore
@@ -38,8 +39,8 @@ from encoder_service.families import config as model_config
 from encoder_service.families.family import ModelConfig, ServedConfig
 from encoder_service.media.decoder import DecoderPool
 from encoder_service.media.fetch import Fetcher
+from encoder_service.media.hf_planner import HfPlanner, PlannerTimes
 from encoder_service.media.messages import Bounds
-from encoder_service.media.planner import HfPlanner, PlannerTimes
 from encoder_service.meters import Meters
 from encoder_service.servicer import Components, EncoderServicer
 from encoder_service.transports.transports import Transports
@@ -124,10 +125,11 @@ async def serve(config: EncoderConfig, *, worker: str = MODULE) -> None:
         digest = await tasks.to_thread(encoder_digest, model.checkpoint, model.layout.dtype, model.config.parts)
         rows = EmbeddingStore(store, model.layout.row_bytes, registered=bool(config.nixl))
         shared_store = _shared_store(config, rows, model.layout)
-        media = _media_loader(config, model, planner, Staging(staging), rows, decoders)
+        media = MediaLoader(_item_plans(config, model, planner), Staging(staging), rows, decoders)
         admission = Admission(config.max_queued_items, config.max_queued_bytes)
         contents = Contents(Fetcher(config), config, digest, admission)
-        encoder = EncoderEngine(Pipeline(media, rows, dispatcher, contents, shared_store), digest, admission)
+        pipeline = Pipeline(media, rows, dispatcher, contents, model.layout, shared_store)
+        encoder = EncoderEngine(pipeline, digest, admission)
         transports = await running.enter_async_context(_transports(config, model, rows, dispatcher.pools, nixl))
         _describe(meters, model, digest)
         meters.watch(encoder, transports)
@@ -187,18 +189,12 @@ def _planner(config: EncoderConfig, model: _Model) -> HfPlanner | None:
     return HfPlanner(str(model.checkpoint.folder), times, video_sound=model.hf.video_sound)
 
 
-def _media_loader(
-    config: EncoderConfig,
-    model: _Model,
-    planner: HfPlanner | None,
-    staging: Staging,
-    rows: EmbeddingStore,
-    decoders: DecoderPool,
-) -> MediaLoader:
-    plans = model.config if isinstance(model.config, ModelConfig) else planner
-    assert plans is not None, "it is made where transformers computes"
+def _item_plans(config: EncoderConfig, model: _Model, planner: HfPlanner | None) -> ItemPlans:
     most = config.max_patches_per_call
-    return MediaLoader(plans, config, model.layout, staging, rows, decoders, max_patches=most)
+    if isinstance(model.config, ModelConfig):
+        return FamilyPlans(model.config, model.layout, config, max_patches=most)
+    assert planner is not None, "it is made where transformers computes"
+    return HfPlans(planner, config, max_patches=most)
 
 
 async def _nixl(config: EncoderConfig, store: SharedBuffer, running: AsyncExitStack) -> NixlAgent | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from common.aio.tasks import in_thread, wait_until_done
 from common.errors import MEDIA_CHANGED, NotFound, TwinlensError, Unavailable
 from common.media.item import Embedding, Header, Key
+from common.rows.wire import RowLayout
 from common.shm.arena import Range
 from common.telemetry.stages import Stage
 from encoder_service.engine import pruning
@@ -33,8 +34,7 @@ _WORTH_CUTTING = 2048
 
 
 class Pipeline:
-    """Turns items into entries of the store. `totals` are those of items since start, `seconds` by
-    stage."""
+    """Turns items into entries of the store. `totals` are those of items since start, `seconds` by stage."""
 
     def __init__(
         self,
@@ -42,10 +42,11 @@ class Pipeline:
         store: EmbeddingStore,
         dispatcher: Dispatcher,
         contents: Contents,
+        layout: RowLayout,
         shared_store: SharedStore | None = None,
     ) -> None:
         self.media = media
-        self.layout = media.layout
+        self.layout = layout
         self.store = store
         self.dispatcher = dispatcher
         self.contents = contents

@@ -13,9 +13,9 @@ from common.media.item import Modality, Options
 from encoder_service.item import Item, Plan
 from encoder_service.media.audio import read
 from encoder_service.media.checks import check_item
+from encoder_service.media.hf_planner import HfPlanner, PlannerTimes
 from encoder_service.media.limits import MediaLimits, check_sound
 from encoder_service.media.messages import PlanItem
-from encoder_service.media.planner import HfPlanner, PlannerTimes
 from encoder_service.worker import planner as planner_process
 from encoder_service.worker.hf.batches import ByShape, Made
 from testkit.hf_side import GREEDY, Served

@@ -13,6 +13,7 @@ from encoder_service.engine.content import Contents
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.encode import EncoderEngine
+from encoder_service.engine.item_plans import FamilyPlans
 from encoder_service.engine.media_loader import MediaLoader
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_store import SharedStore
@@ -88,10 +89,11 @@ async def encoder(
         shared_store = SharedStore(SharedStoreClient(shared, seconds=5.0), store, LAYOUT, ttl=60, wait=5.0)
         shared_store.start()
     decoding = decoders or FakeDecoders(SEEN)
-    media = MediaLoader(CONFIG, MediaLimits(), LAYOUT, Staging(arenas[0]), store, decoding, max_patches=4096)
+    plans = FamilyPlans(CONFIG, LAYOUT, MediaLimits(), max_patches=4096)
+    media = MediaLoader(plans, Staging(arenas[0]), store, decoding)
     admission = Admission(items, size)
     contents = Contents(fetcher or Fetcher(FetchConfig()), MediaLimits(), "digest", admission)
-    pipeline = Pipeline(media, store, dispatcher, contents, shared_store)
+    pipeline = Pipeline(media, store, dispatcher, contents, LAYOUT, shared_store)
     made = EncoderEngine(pipeline, "digest", admission, **options)
     try:
         yield made, children[0]

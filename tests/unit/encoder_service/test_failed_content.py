@@ -85,7 +85,7 @@ async def failing(monkeypatch: pytest.MonkeyPatch, at: str, **options) -> AsyncI
     answer = BatchFailed(why="broken") if at == "worker" else DONE
     async with encoder(monkeypatch, decoders=decoders, answers=lambda _: answer, **options) as (made, _):
         if at == "plan":
-            made.pipeline.media._max_patches = 1
+            made.pipeline.media._plans._max_patches = 1
         yield made
 
 

@@ -14,8 +14,8 @@ from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import Modality, Options, Pixels, PromptPart
 from common.process.children import Child
 from encoder_service.item import Footage, Inspection, Item
+from encoder_service.media.hf_planner import HfPlanner, PlannerTimes
 from encoder_service.media.messages import ChooseFrames, Chosen, FromPlanner, PlanItem, Planned, Refused, WrongLength
-from encoder_service.media.planner import HfPlanner, PlannerTimes
 from tests.waiting import eventually
 
 SEEN = Inspection(64, 48, frames=90, fps=30.0)
