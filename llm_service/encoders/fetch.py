@@ -24,21 +24,21 @@ from common.errors import (
     TwinlensError,
     Unavailable,
 )
-from common.media.item import Header, Key, Url
+from common.media.item import Header, Key
 from common.telemetry import log, tracing
 from common.telemetry.stages import Stage, add
 from llm_service.encoders.attempt import Attempt, RowStream
 from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.choice import EncoderChoice
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
-from llm_service.encoders.header_cache import HeaderCache, KnownHeader
-from llm_service.encoders.item_identity import Identity, given_by
+from llm_service.encoders.header_cache import HeaderCache
+from llm_service.encoders.known_item import KnownItem
 from llm_service.encoders.pace import FAR_LONGER
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.replica import EncodeParams, Replica
 from llm_service.encoders.stream import UNREACHABLE
 from llm_service.encoders.transports.base import MirrorPlace
-from llm_service.request import MediaItem, Request
+from llm_service.request import Request
 
 T = TypeVar("T")
 
@@ -77,17 +77,11 @@ class Fetch:
     encoder's own stages with the prefix `encoder_`.
     """
 
-    def __init__(
-        self, context: FetchContext, item: MediaItem, identity: Identity, request: Request, known: KnownHeader | None
-    ) -> None:
-        self.item = item
-        self.header = None if known is None else known.header
+    def __init__(self, context: FetchContext, known: KnownItem, request: Request) -> None:
+        self.known, self.item = known, known.item
         self._context = context
-        self._identity = identity
         self.stages: dict[str, Stage] = {}
-        self._affinity = identity.affinity if known is None else known.affinity
         self._request = request
-        self._salt = request.salt
         self._params = EncodeParams(request_id=request.id, salt=request.salt, priority=request.priority)
         self._missing: NotFound | None = None
         self._failures = 0
@@ -95,14 +89,13 @@ class Fetch:
         self._broke = False
         self._attempt: Attempt | None = None
         self._hedged: set[str] = set()  # the parts for which another encoder was asked as well
-        self._states_rows = False
         patient_until = min(monotonic() + context.patience, request.deadline or float("inf"))
-        self._choice = EncoderChoice(context.pool, self._affinity, request, item.field, patient_until)
+        self._choice = EncoderChoice(context.pool, known.affinity, request, known.item.field, patient_until)
 
     @property
-    def has_content(self) -> bool:
-        """Whether the item came with its content, and not by a key or an address, which somebody else must have."""
-        return self._identity.key is not None and not isinstance(self.item.source, Key)
+    def header(self) -> Header | None:
+        """The item's, once it is known."""
+        return self.known.header
 
     @property
     def waits_for_room(self) -> bool:
@@ -116,8 +109,7 @@ class Fetch:
 
     def renewed(self) -> Fetch:
         """A new fetch of the same item, independent of this one."""
-        known = None if self.header is None else KnownHeader(self.header, self._affinity)
-        return Fetch(self._context, self.item, self._identity, self._request, known)
+        return Fetch(self._context, self.known.renewed(), self._request)
 
     async def fetch_header(self, on_wait: Callable[[], None] = lambda: None) -> Header:
         """The item's header: already known, or from the first stream that tells it, which stays open.
@@ -150,7 +142,7 @@ class Fetch:
                     self._hang_up()
 
         await self._persistently(receive)
-        self._context.pool.quarantine.clear(self._affinity)
+        self._context.pool.quarantine.clear(self.known.affinity)
         if (attempt := self._attempt) is not None:
             self.stages |= {f"encoder_{name}": stage for name, stage in attempt.stages.items()}
             attempt.replica.breaker.succeeded()
@@ -213,25 +205,21 @@ class Fetch:
         header = await self._race(partial(self._fetch_header, first=first))
         if self._attempt is own:
             del choice.tried[number + 1 :]  # the other encoder may still be asked for the rows
-        self.header = header
-        context.header_cache.remember(self._names(header), header, self._salt, self._affinity)
+        self.known.learn(header)
 
     async def _fetch_header(self, attempt: Attempt, first: int) -> Header:
         """The encoder's header of the item, which must agree with what is known."""
         header = await self._ask(attempt, first)
-        if self._keeps_others(header):
-            self._states_rows = True
+        if self.known.keeps_others(header):
+            self.known.states_rows = True
             header = await self._ask(attempt, first)
-        if self._states_rows and self.header is not None:
-            header = dataclasses.replace(header, key=self.header.key)  # encoders give it another key there
-        self._compare(header)
-        return header
+        return self.known.checked(header)
 
     async def _ask(self, attempt: Attempt, first: int) -> Header:
         self._context.counters.attempts += 1
         params = self._params_of(attempt, first)
         with tracing.span("header", encoder=attempt.replica.address, attempt=attempt.number):
-            header = await attempt.open(self._item(), params)
+            header = await attempt.open(self.known.asked, params)
         self._choice.on_accepted()
         return header
 
@@ -324,7 +312,11 @@ class Fetch:
         encoder is asked once for the header, before which no device has the item, and once for its rows. This spends a
         retry, and is not done for items that may be deadly, or are only at their own encoder."""
         context = self._context
-        if own.owes in self._hedged or isinstance(self.item.source, Key) or context.pool.is_suspect(self._affinity):
+        if (
+            own.owes in self._hedged
+            or isinstance(self.item.source, Key)
+            or context.pool.is_suspect(self.known.affinity)
+        ):
             return None
         patches = 0 if self.header is None else self.header.grid.patches
         replica = self._choice.another(lambda replica: FAR_LONGER * replica.expected(patches) <= waited)
@@ -339,52 +331,6 @@ class Fetch:
                 waited_seconds=round(waited, 1),
             )
         return replica
-
-    def _names(self, header: Header) -> set[bytes]:
-        """The names of the header: its key, and the name by which the item is recalled, if the header agrees with it.
-        For an address, it is the name that the next caller will use, who states the key that this one is told."""
-        if self._identity.key is None:
-            return {header.key, given_by(self.item, header.key)}
-        same = self._identity.key == header.key and self._identity.recalled is not None
-        return {header.key, self._identity.recalled or b""} if same else {header.key}
-
-    def _item(self) -> MediaItem:
-        """The item as encoders are asked for it: once it is known what an address gives, it need not be fetched
-        again."""
-        if self.header is None:
-            return self.item
-        if self._states_rows:
-            options = dataclasses.replace(self.item.options, video_pruning_rate=None, kept_rows=self.header.kept_rows)
-            source = Url(self.item.source.address) if isinstance(self.item.source, Url) else self.item.source
-            return dataclasses.replace(self.item, source=source, options=options)
-        if not isinstance(self.item.source, Url):
-            return self.item
-        return dataclasses.replace(self.item, source=Url(self.item.source.address, self.header.key))
-
-    def _keeps_others(self, header: Header) -> bool:
-        """Whether the encoder has kept other rows of a pruned video than those known here: if results differ by
-        rounding, so may the choice. It is then told which to keep, unless the item is only a key."""
-        known = self.header
-        return (
-            known is not None
-            and bool(known.kept_rows)
-            and not self._states_rows
-            and not isinstance(self.item.source, Key)
-            and known.key == header.key
-            and known.kept_rows != header.kept_rows
-        )
-
-    def _compare(self, header: Header) -> None:
-        """Two encoders, or an encoder and our own bytes, must agree about an item."""
-        if self._identity.key not in (None, header.key) or header.modality != self.item.modality:
-            raise DataLoss("an encoder sent another item's header")
-        if self.header is not None and dataclasses.replace(header, cached=self.header.cached) != self.header:
-            self._context.header_cache.forget(self._names(self.header), self.header, self._salt)
-            if self._identity.key is None:
-                raise Unavailable(
-                    "the address returns other media than before", reason=MEDIA_CHANGED, field=self.item.field
-                )
-            raise DataLoss("two encoders contradict each other on an item")
 
     async def _after(self, error: TwinlensError) -> None:
         """Returns if another stream is worthwhile; else raises the error, or what it means for the caller.
@@ -445,7 +391,7 @@ class Fetch:
         elif error.reason not in (MEDIA_HOST, MEDIA_CHANGED, LEASE_EXPIRED, CALLER_STALLED):
             replica.breaker.failed(attempt.opened)
             if isinstance(error, Unavailable) and error.reason != ENCODER_SLOW:
-                replica.health.suspect(self._affinity if begun and error.reason == UNREACHABLE else None)
+                replica.health.suspect(self.known.affinity if begun and error.reason == UNREACHABLE else None)
 
 
 async def _end(race: dict[asyncio.Task[T], Attempt], but: Attempt | None) -> None:

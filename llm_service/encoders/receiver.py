@@ -29,6 +29,7 @@ from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.fetch import Fetch, FetchContext, FetchCounters
 from llm_service.encoders.header_cache import KnownHeader
 from llm_service.encoders.item_identity import Identity, identify
+from llm_service.encoders.known_item import KnownItem
 from llm_service.encoders.pool import EncoderPool
 from llm_service.request import MediaItem, Request
 
@@ -95,13 +96,13 @@ class RowReceiver:
             entry.filler = self._start_filler(entry, fetch)
             return
         fetch.close()  # its rows are here, or another stream brings them
-        if entry in self._others and fetch.has_content:
+        if entry in self._others and fetch.known.has_content:
             self._others[entry] = fetch.renewed()
 
     def _start_filler(self, entry: CacheEntry, fetch: Fetch) -> asyncio.Task[None]:
         """The task that fetches an entry's rows; its stream is closed even if it is cancelled before it starts."""
         filler = asyncio.create_task(self._fill(entry, fetch), name="fill rows")
-        if not fetch.has_content:
+        if not fetch.known.has_content:
             self._others[entry] = None
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -135,10 +136,11 @@ class RowReceiver:
             identity = await identify(item, self._context.pool.settings.digest, request.salt)
             ended = time.perf_counter()
             tracing.record([("hash", began, ended)], item=item.index)
-            known = self._recall(item, identity, request.salt)
-            fetch = fetches[item.index] = Fetch(self._context, item, identity, request, known)
+            recalled = self._recall(item, identity, request.salt)
+            known = KnownItem(item, identity, recalled, self._context.header_cache, request.salt)
+            fetch = fetches[item.index] = Fetch(self._context, known, request)
             fetch.stages["hash"] = Stage.between(began, ended)
-            if known is None:
+            if recalled is None:
                 on_wait()
             await fetch.fetch_header(leave_places)
             leave_places()
