@@ -50,8 +50,7 @@ class QuantizedPanels:
     the checkpoint has them, for all outputs of a group; `kind` says their type. `zero` int8 is [groups, outputs], or
     [1, outputs] where all groups have the same, or [0, outputs] where there is none. `unit` float32 [outputs]; ends and
     order are int32 [groups] and [inputs], or [0] where inputs are in order. All but `outputs` count outputs in whole
-    panels. `pairs`: rows are rounded to bfloat16, which all numbers are, and multiplied in pairs of inputs; `tiles`: by
-    tiles.
+    panels. `kernel` multiplies them.
     """
 
     number: Number
@@ -63,8 +62,7 @@ class QuantizedPanels:
     unit: Array
     ends: Array
     order: Array
-    pairs: bool
-    tiles: bool
+    kernel: ModuleType
 
     @classmethod
     def of(
@@ -82,7 +80,6 @@ class QuantizedPanels:
         if whole.number is Number.UINT8 and not len(zero):
             zero = torch.full((1, len(unit)), -_SIGN)
         ends = whole.ends.numpy()
-        pairs = bfloat16 and selection.computes_bfloat16() and quantized_pairs.fits(ends)
         return cls(
             whole.number,
             len(whole.codes),
@@ -93,20 +90,13 @@ class QuantizedPanels:
             _in_panels(unit.unsqueeze(0)).numpy()[0],
             ends,
             (torch.empty(0, dtype=torch.int32) if whole.order is None else whole.order.int()).numpy(),
-            pairs,
-            pairs and selection.computes_tiles() and quantized_tiles.fits(ends),
+            _kernel_of(ends, bfloat16=bfloat16),
         )
 
     @property
     def kernels(self) -> frozenset[str]:
         """See `NumbaCompiled`."""
-        return frozenset({f"{self._kernel.__name__}:product"})
-
-    @property
-    def _kernel(self) -> ModuleType:
-        if self.tiles:
-            return quantized_tiles
-        return quantized_pairs if self.pairs else quantized_kernel
+        return frozenset({f"{self.kernel.__name__}:product"})
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +119,7 @@ class QuantizedPanels:
         weight = (self.codes, _FORMS[self.number], self.scale, self.kind, self.zero, self.unit)
         added = None if bias is None else bias.numpy()
         groups = (self.ends, self.order)
-        return partial(self._kernel.product, weight=weight, groups=groups, bias=added, outputs=self.outputs)
+        return partial(self.kernel.product, weight=weight, groups=groups, bias=added, outputs=self.outputs)
 
     def wide(self, first: int = 0, last: int | None = None) -> Tensor:
         """float32 [outputs, inputs] of some panels, from one on up to another."""
@@ -167,6 +157,14 @@ def _fits(weight: QuantizedWeight) -> bool:
     """Whether there is a kernel for it on this processor."""
     here = weight.codes.device.type == "cpu" and selection.fused_vectors() and selection.allows_panels()
     return here and weight.number in _FORMS
+
+
+def _kernel_of(ends: Array, *, bfloat16: bool) -> ModuleType:
+    """The fastest for groups with these ends; with `bfloat16` also those that round rows to it, which all numbers are,
+    and multiply pairs of inputs, by tiles if there are any."""
+    if not (bfloat16 and selection.computes_bfloat16() and quantized_pairs.fits(ends)):
+        return quantized_kernel
+    return quantized_tiles if selection.computes_tiles() and quantized_tiles.fits(ends) else quantized_pairs
 
 
 def _in_panels(constants: Tensor) -> Tensor:

@@ -61,10 +61,9 @@ def drawn(form: str, outputs: int = OUTPUTS) -> QuantizedWeight:
 )
 def test_groups_that_are_long_are_multiplied_in_pairs(weight: Callable[[], QuantizedWeight], *, pairs: bool) -> None:
     laid_out = panels(weight())
-    assert laid_out.pairs is pairs
-    assert laid_out.tiles is (pairs and selection.computes_tiles())
-    in_pairs = quantized_tiles if laid_out.tiles else quantized_pairs
+    in_pairs = quantized_tiles if selection.computes_tiles() else quantized_pairs
     module = in_pairs if pairs else quantized_kernel
+    assert laid_out.kernel is module
     assert laid_out.kernels == {f"{module.__name__}:product"}
 
 
@@ -126,5 +125,5 @@ def test_a_layer_is_rounded_to_8_bits_and_multiplied_in_bfloat16() -> None:
     weight, x = QuantizedWeight.rounded(layer.weight.detach()), noise(9, 128, seed=1)
     layer.finalize(rounded=Rounded(int8=True, bfloat16=True))
     assert isinstance(layer.laid_out, QuantizedPanels)
-    assert layer.laid_out.pairs
+    assert layer.laid_out.kernel is not quantized_kernel
     torch.testing.assert_close(layer(x), x.bfloat16().float() @ weight.wide().T)
