@@ -16,8 +16,8 @@ NOWHERE = -1
 """The offset of an item that has no place in the arena: the prefix cache is expected to cover it."""
 
 
-class ItemRows(msgspec.Struct, frozen=True, array_like=True):
-    """An item of a prompt."""
+class ItemRows(msgspec.Struct, array_like=True):
+    """An item of a prompt. Front and engine each keep up with where its rows are."""
 
     key: bytes
     """Its `Header.rows_key`."""
@@ -26,6 +26,19 @@ class ItemRows(msgspec.Struct, frozen=True, array_like=True):
     runs: tuple[MediaRun, ...]
     landed: int
     """Number of rows that have arrived, from the first on."""
+
+    def land(self, rows: int) -> None:
+        """The first `rows` rows have arrived; of an item without a place this means nothing."""
+        if self.offset != NOWHERE:
+            self.landed = max(self.landed, rows)
+
+    def place(self, offset: int, rows: int) -> None:
+        """Gives the item a place in the arena, where `rows` rows have arrived."""
+        self.offset, self.landed = offset, rows
+
+    def displace(self) -> None:
+        """The item has no place any more."""
+        self.offset, self.landed = NOWHERE, 0
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,34 +20,6 @@ _FIRST_BRANCHES, _LAST_BRANCHES = 2, 4
 may be asked again."""
 
 
-@dataclass(slots=True)
-class PromptItem:
-    """An item of a prompt. Its first `landed` rows are in the arena, and `offset` is its place there in bytes."""
-
-    key: bytes
-    offset: int
-    runs: tuple[MediaRun, ...]
-    landed: int
-
-    @classmethod
-    def of(cls, item: ItemRows) -> PromptItem:
-        """An item as it comes with its request."""
-        return cls(item.key, item.offset, item.runs, item.landed)
-
-    def land(self, rows: int) -> None:
-        """The first `rows` rows are in the arena; of an item without a place this means nothing."""
-        if self.offset != NOWHERE:
-            self.landed = max(self.landed, rows)
-
-    def place(self, offset: int, rows: int) -> None:
-        """Gives the item a place in the arena, where `rows` rows have arrived."""
-        self.offset, self.landed = offset, rows
-
-    def displace(self) -> None:
-        """The item has no place any more."""
-        self.offset, self.landed = NOWHERE, 0
-
-
 @dataclass(slots=True, eq=False)
 class Prompt:
     """The tokens that all choices of a request begin with."""
@@ -57,7 +30,7 @@ class Prompt:
     """int32 [3, tokens]: time, height and width."""
     mrope_delta: int
     """A token at index i past the prompt is at i + mrope_delta in all three."""
-    items: list[PromptItem]
+    items: list[ItemRows]
     runs: list[MediaRun]
     """The runs of all items, in order."""
     keyed_runs: list[KeyedRun]
@@ -81,7 +54,7 @@ class Prompt:
     def of(cls, add: Add, rule: ChunkRule = ANYWHERE) -> Prompt:
         """The prompt of a request, cut according to `rule`."""
         tokens = array("i", add.token_ids)
-        items = [PromptItem.of(item) for item in add.items]
+        items = list(map(copy, add.items))
         runs = keyed_runs((item.key, item.runs) for item in items)
         whole_end = rule.whole_end(tokens)
         positions = np.frombuffer(add.positions, np.int32).reshape(3, len(tokens))

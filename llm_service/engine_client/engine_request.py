@@ -49,7 +49,8 @@ class EngineRequest:
     """`next` returns a request's events to its caller. If its engine ends, the request may go to another one."""
 
     add: Add
-    """The message of the first submission; `message` is what the next engine gets."""
+    """The message of the first submission, except for its items, which are as they are now; `message` is what the next
+    engine gets."""
     holder: RowsHolder
     max_handovers: int
     """Ends of engines that it may be charged with and still go on; 0: it does not wait for another engine."""
@@ -83,8 +84,6 @@ class EngineRequest:
     """Choices."""
     _waiting: dict[int, int] = field(default_factory=dict)
     """By choice that has had its first token: those that its caller has not been given."""
-    _places: list[tuple[int, int]] = field(default_factory=list)
-    """For each item: (offset in the row arena or NOWHERE, rows that have arrived there)."""
     _events: deque[Event] = field(default_factory=deque)
     _due: asyncio.Event = field(default_factory=asyncio.Event)
     """Its caller is to be given the events, or the error."""
@@ -96,7 +95,6 @@ class EngineRequest:
         for given in self.add.resume:
             self._output[given.choice].frombytes(given.token_ids)
         self._finished = {given.choice for given in self.add.resume if given.finished}
-        self._places = [(item.offset, item.landed) for item in self.add.items]
 
     @property
     def id(self) -> int:
@@ -177,14 +175,12 @@ class EngineRequest:
             self._finished.add(choice)
 
     def land(self, item: int, rows: int) -> None:
-        """The first `rows` rows of an item have landed; of an item without a place this means nothing."""
-        offset, landed = self._places[item]
-        if offset != NOWHERE:
-            self._places[item] = offset, max(landed, rows)
+        """The first `rows` rows of an item have landed."""
+        self.add.items[item].land(rows)
 
     def rows_read(self) -> None:
         """The engine has read the rows of all items, which need no places now; another engine may need them again."""
-        self._places = [(NOWHERE, 0)] * len(self._places)
+        self._displace()
         self.holder.rows_read()
 
     def rows_needed(self) -> None:
@@ -192,18 +188,24 @@ class EngineRequest:
         as well, and could be given places meant for the first engine."""
         if self.over:
             return
-        self._places = [(NOWHERE, 0)] * len(self._places)
+        self._displace()
         self.waits_for_places = True
         self.holder.rows_needed()
 
     def ask_for_places(self) -> None:
         """If an item has no place, all items need places before another engine gets the request."""
-        if any(offset == NOWHERE for offset, _ in self._places):
+        if any(item.offset == NOWHERE for item in self.add.items):
             self.rows_needed()
 
     def place(self, places: list[tuple[int, int]]) -> None:
         """All items have places: (offset, rows that have arrived there)."""
-        self._places, self.waits_for_places = places, False
+        for item, (offset, rows) in zip(self.add.items, places, strict=True):
+            item.place(offset, rows)
+        self.waits_for_places = False
+
+    def _displace(self) -> None:
+        for item in self.add.items:
+            item.displace()
 
     def end_sessions(self, sessions: list[int]) -> None:
         """Detaches the request from its session, if it is one of these."""
@@ -223,8 +225,4 @@ class EngineRequest:
             for choice, output in self._output.items()
             if output or choice in self._finished
         ]
-        items = [
-            msgspec.structs.replace(item, offset=offset, landed=landed)
-            for item, (offset, landed) in zip(self.add.items, self._places, strict=True)
-        ]
-        return msgspec.structs.replace(self.add, resume=resume, items=items, with_logprobs=self._with_logprobs)
+        return msgspec.structs.replace(self.add, resume=resume, with_logprobs=self._with_logprobs)

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ class ScriptedEngine:
         self._says: asyncio.Queue[Any] = asyncio.Queue()
 
     def send(self, message: Any) -> None:
-        self.heard.append(message)
+        self.heard.append(deepcopy(message))
 
     def told(self, kind: type) -> list[Any]:
         """What it heard of one kind."""
