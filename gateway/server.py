@@ -45,6 +45,7 @@ from gateway.generation import Generations, HandoverLimits
 from gateway.kept_adapters import KeptAdapters
 from gateway.meters import Meters, State
 from gateway.middleware import RequestMiddleware
+from gateway.prompt_counts import PromptCounts
 from gateway.prompt_turns import PromptBatches, PromptTurns
 from gateway.services import LlmServices
 
@@ -93,8 +94,9 @@ async def serve(config: GatewayConfig) -> None:
     embedding_calls = EmbeddingCalls(services, config.request_seconds, meters.used)
     embeddings = Embeddings(services, embedding_calls, batches)
     scores = Scores(services, generations, embedding_calls, batches)
-    responses = Responses(services, chats)
-    messages = Messages(services, generations, chats)
+    counts = PromptCounts(services, generations)
+    responses = Responses(services, chats, counts)
+    messages = Messages(services, chats, counts)
     transcriptions = Transcriptions(generations)
     models = Models(services)
     tokenizer = Tokenizer(services)
@@ -110,6 +112,7 @@ async def serve(config: GatewayConfig) -> None:
         *(Route(path, scores.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         *(Route(path, scores.score, methods=["POST"]) for path in ("/score", "/v1/score")),
         Route("/v1/responses", responses.answer, methods=["POST"]),
+        Route("/v1/responses/input_tokens", responses.count, methods=["POST"]),
         Route("/v1/messages", messages.answer, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
         Route("/v1/audio/transcriptions", transcriptions.answer, methods=["POST"]),

@@ -10,18 +10,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import Internal, InvalidInput, TwinlensError
+from common.errors import InvalidInput, TwinlensError
 from gateway.api.messages_input import Places, as_chat
 from gateway.api.messages_output import Answer
 from gateway.api.messages_request import CountRequest, MessagesRequest
 from gateway.chat_answers import ChatAnswers, ChatEvent
 from gateway.convert import conversation
-from gateway.generation import Generations
-from gateway.request_context import RequestContext, context_of
+from gateway.prompt_counts import PromptCounts
+from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import EventStream, Last, event, json_answer
 from gateway.tools import places_of
-from twinlens.v1 import llm_pb2
 
 _VERSIONS = ("2023-06-01", "2026-10-21")
 """Versions of the API. The later one only refuses more, such as temperatures, for models that are not served here."""
@@ -30,10 +29,10 @@ _VERSIONS = ("2023-06-01", "2026-10-21")
 class Messages:
     """Answers requests for messages, and for their token counts."""
 
-    def __init__(self, services: LlmServices, generations: Generations, chats: ChatAnswers) -> None:
+    def __init__(self, services: LlmServices, chats: ChatAnswers, counts: PromptCounts) -> None:
         self._services = services
         self._chats = chats
-        self._generations = generations
+        self._counts = counts
 
     async def answer(self, request: Request) -> Response:
         """One request, streamed or whole."""
@@ -70,26 +69,10 @@ class Messages:
         body, places = await context.made(as_chat, asked)
         try:
             whole = await context.made(conversation.chat_request, body, context.id)
-            if any(part.HasField("media") for each in whole.chat.messages for part in each.parts):
-                count = await self._laid_out(whole, context)
-            else:
-                told = llm_pb2.TokenizeRequest(chat=whole.chat)
-                reply, _ = await self._services.tokenize(asked.model or "", told, context.metadata)
-                count = len(reply.ids)
+            count = await self._counts.count(whole, context)
         except TwinlensError as error:
             raise places.named(error) from None
         return json_answer({"input_tokens": count})
-
-    async def _laid_out(self, request: llm_pb2.GenerateRequest, context: RequestContext) -> int:
-        """Number of tokens of a prompt with media, which encoders must inspect: it is laid out as for an answer, which
-        is cancelled before it begins."""
-        request.sampling.CopyFrom(llm_pb2.SamplingParams(max_tokens=1))
-        request.max_handovers = 0
-        async with aclosing(self._generations.events(request, context)) as events:
-            async for said in events:
-                if said.HasField("started"):
-                    return said.started.prompt_tokens
-        raise Internal("the LLM service has laid out nothing")
 
 
 def _check_version(request: Request) -> None:

@@ -1,4 +1,5 @@
-"""`POST /v1/responses`, without stored state: a request is a chat's, told otherwise, and so is its answer."""
+"""`POST /v1/responses`, without stored state: a request is a chat's, told otherwise, and so is its answer; and
+`POST /v1/responses/input_tokens`."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from common.errors import TwinlensError
 from gateway.api.chat_request import ChatRequest
 from gateway.api.responses_input import as_chat, of_input
 from gateway.api.responses_output import Output
-from gateway.api.responses_request import ResponsesRequest
+from gateway.api.responses_request import InputTokensRequest, ResponsesRequest
 from gateway.chat_answers import ChatAnswers, ChatEvent
 from gateway.convert import conversation, field_names
 from gateway.errors import from_validation
+from gateway.prompt_counts import PromptCounts
 from gateway.request_context import context_of
 from gateway.services import LlmServices
 from gateway.stream import EventStream, json_answer
@@ -26,9 +28,10 @@ from gateway.stream import EventStream, json_answer
 class Responses:
     """Answers requests for responses."""
 
-    def __init__(self, services: LlmServices, chats: ChatAnswers) -> None:
+    def __init__(self, services: LlmServices, chats: ChatAnswers, counts: PromptCounts) -> None:
         self._services = services
         self._chats = chats
+        self._counts = counts
 
     async def answer(self, request: Request) -> Response:
         """One request, streamed or whole."""
@@ -53,8 +56,21 @@ class Responses:
                 pass
         return json_answer(output.response())
 
+    async def count(self, request: Request) -> Response:
+        """The tokens of the prompt that a request would have."""
+        context = context_of(request, "responses")
+        asked = await context.read(InputTokensRequest)
+        places: list[int] = []
+        body = await context.made(_chat, asked, places)
+        try:
+            message = await context.made(conversation.chat_request, body, context.id)
+            count = await self._counts.count(message, context)
+        except TwinlensError as error:
+            raise of_input(error, places) from None
+        return json_answer({"object": "response.input_tokens", "input_tokens": count})
 
-def _chat(asked: ResponsesRequest, places: list[int]) -> ChatRequest:
+
+def _chat(asked: InputTokensRequest, places: list[int]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(as_chat(asked, places))
     except ValidationError as error:

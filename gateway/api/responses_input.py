@@ -12,6 +12,7 @@ from gateway.api.responses_request import (
     AllowedTools,
     CallItem,
     ImagePart,
+    InputTokensRequest,
     MessageItem,
     NamedFunction,
     ReasoningItem,
@@ -28,12 +29,12 @@ _ALIKE |= {"mm_processor_kwargs", "chat_template_kwargs"}
 """Fields with the same name on both sides."""
 
 
-def as_chat(asked: ResponsesRequest, places: list[int]) -> dict[str, Any]:
+def as_chat(asked: InputTokensRequest, places: list[int]) -> dict[str, Any]:
     """The same as a chat's body; `places` gets, for each message, the index of the item that it is of."""
     fields = asked.model_dump(include=_ALIKE, exclude_none=True, by_alias=True)
     fields["messages"] = list(_messages(asked, places))
-    if asked.max_output_tokens is not None:
-        fields["max_tokens"] = asked.max_output_tokens
+    if isinstance(asked, ResponsesRequest):
+        fields |= _of_the_answer(asked)
     if asked.tools:
         fields["tools"] = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
@@ -58,11 +59,23 @@ def as_chat(asked: ResponsesRequest, places: list[int]) -> dict[str, Any]:
     return fields
 
 
+def _of_the_answer(asked: ResponsesRequest) -> dict[str, Any]:
+    """Fields with another name in a chat that do not concern its prompt, or shorten it."""
+    fields: dict[str, Any] = {}
+    if asked.max_output_tokens is not None:
+        fields["max_tokens"] = asked.max_output_tokens
+    if asked.with_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
+    if asked.truncation:
+        fields["truncate_prompt_tokens"] = -1
+    return fields
+
+
 def _named(function: NamedFunction) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function.name}}
 
 
-def _messages(asked: ResponsesRequest, places: list[int]) -> Iterator[dict[str, Any]]:
+def _messages(asked: InputTokensRequest, places: list[int]) -> Iterator[dict[str, Any]]:
     """The messages of a chat. An assistant's reasoning, calls and text become one message."""
     if asked.instructions:
         places.append(-1)
@@ -130,11 +143,13 @@ def _content(given: str | list[TextPart | RefusalPart | ImagePart]) -> str | lis
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 _CALLED = {
     "max_tokens": "max_output_tokens",
+    "media": "input",
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "tool_choice.function.name": "tool_choice.name",
     "tool_choice.allowed_tools.tools": "tool_choice.tools",
+    "truncate_prompt_tokens": "truncation",
 }
 _TOOL = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
 

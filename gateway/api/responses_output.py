@@ -30,6 +30,8 @@ class Output:
         self._done = False
         self._error: TwinlensError | None = None
         self._told = 0
+        self._with_logprobs = asked.with_logprobs
+        self._likely: list[dict[str, Any]] = []  # how likely the tokens were whose text is still to come
         form = asked.text.format if asked.text else None
         self._head = {
             "id": f"resp_{request_id}",
@@ -47,7 +49,8 @@ class Output:
             "tool_choice": asked.tool_choice.model_dump() if isinstance(asked.tool_choice, Model) else "auto",
             "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in asked.tools or ()],
             "top_p": asked.top_p,
-            "truncation": "disabled",
+            "top_logprobs": asked.top_logprobs or 0,
+            "truncation": asked.truncation or "disabled",
             "user": asked.user,
         }
         if isinstance(asked.tool_choice, str):
@@ -82,8 +85,12 @@ class Output:
             case llm_pb2.GenerateStarted():
                 yield {"type": "response.created", "response": self.response()}
                 yield {"type": "response.in_progress", "response": self.response()}
-            case ChoiceDelta(pieces):
+            case ChoiceDelta(pieces, new):
+                if self._with_logprobs:
+                    self._likely += answers.chat_logprobs(new.logprobs)
                 yield from self._add(pieces)
+                if pieces and self._open != "message":
+                    self._likely.clear()  # of reasoning and calls nothing is told
             case ChoiceEnd():
                 yield from self._finish(said)
 
@@ -92,8 +99,11 @@ class Output:
             match piece:
                 case TextDelta(text):
                     yield from self._enter("message")
-                    self._items[-1]["content"][0]["text"] += text
-                    yield self._about("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+                    part, new, self._likely = self._items[-1]["content"][0], self._likely, []
+                    part["text"] += text
+                    if self._with_logprobs:
+                        part["logprobs"] += new
+                    yield self._about("response.output_text.delta", content_index=0, delta=text, logprobs=new)
                 case ReasoningDelta(text):
                     yield from self._enter("reasoning")
                     self._items[-1]["content"][0]["text"] += text
@@ -113,6 +123,8 @@ class Output:
         """It is complete."""
         cut = ended.finished.reason == llm_pb2.FINISH_REASON_LENGTH
         yield from self._add(ended.pieces)
+        if self._open == "message" and self._with_logprobs:
+            self._items[-1]["content"][0]["logprobs"] += self._likely
         self._finished = ended.finished
         yield from self._leave("incomplete" if cut and self._open != "function_call" else "completed")
         self._done = True
@@ -146,6 +158,7 @@ class Output:
         match kind:
             case "message":
                 part = {"type": "output_text", "text": "", "annotations": []}
+                part |= {"logprobs": []} if self._with_logprobs else {}
                 item |= {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [part]}
             case "reasoning":
                 part = {"type": "reasoning_text", "text": ""}
@@ -170,7 +183,8 @@ class Output:
         else:
             part = dict(item["content"][0])
             if kind == "message":
-                yield self._about("response.output_text.done", content_index=0, text=part["text"], logprobs=[])
+                logprobs = part.get("logprobs", [])
+                yield self._about("response.output_text.done", content_index=0, text=part["text"], logprobs=logprobs)
             else:
                 yield self._about("response.reasoning_text.done", content_index=0, text=part["text"])
             yield self._about("response.content_part.done", content_index=0, part=part)

@@ -203,8 +203,31 @@ class StreamSettings(Model):
     }
 
 
-class ResponsesRequest(RequestFields):
-    """The body of a request."""
+class InputTokensRequest(Model):
+    """The body of a token count: the part of a request that becomes its prompt."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"truncation": ("disabled",)}
+
+    model: str | None = None
+    input: Annotated[
+        Annotated[str, Tag("$text")]
+        | Annotated[list[Items], Field(min_length=1, max_length=4096, fail_fast=True), Tag("$list")],
+        Discriminator(text_or_list),
+    ]
+    instructions: str | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[Function], Field(max_length=4096, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    mm_processor_kwargs: MediaSettings | None = None
+    chat_template_kwargs: TemplateSettings | None = None
+    cache_salt: str | None = None
+
+
+class ResponsesRequest(InputTokensRequest, RequestFields):
+    """The body of a request. Its reasoning is told as it is, and can be sent back so, whether it should be encrypted or
+    not."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "store": (False,),
@@ -212,22 +235,19 @@ class ResponsesRequest(RequestFields):
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
         "prompt_cache_retention": ("in_memory", "in-memory"),
-        "include": ([], ["reasoning.encrypted_content"]),  # reasoning is told as it is, and can be sent back so
     }
 
-    input: Annotated[
-        Annotated[str, Tag("$text")]
-        | Annotated[list[Items], Field(min_length=1, max_length=4096, fail_fast=True), Tag("$list")],
-        Discriminator(text_or_list),
-    ]
-    instructions: str | None = None
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=16, fail_fast=True),
+        ]
+        | None
+    ) = None
+    top_logprobs: Int | None = None
+    truncation: Literal["auto"] | None = None
     max_output_tokens: Int | None = None
     stream_options: StreamSettings | None = None
-    text: TextSettings | None = None
-    reasoning: Reasoning | None = None
-    tools: Annotated[list[Function], Field(max_length=4096, fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     stop: (
         Annotated[Annotated[str, Tag("$text")] | Annotated[Texts, Tag("$list")], Discriminator(text_or_list)] | None
@@ -237,13 +257,18 @@ class ResponsesRequest(RequestFields):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    mm_processor_kwargs: MediaSettings | None = None
-    chat_template_kwargs: TemplateSettings | None = None
     metadata: Metadata | None = None
     safety_identifier: str | None = None
 
+    @property
+    def with_logprobs(self) -> bool:
+        """It is wanted how likely tokens were."""
+        return "message.output_text.logprobs" in (self.include or ())
+
     @model_validator(mode="after")
-    def _stream_options_go_with_a_stream(self) -> ResponsesRequest:
+    def _fields_agree(self) -> ResponsesRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options need stream: true")
+        if self.top_logprobs and not self.with_logprobs:
+            raise ValueError("top_logprobs need include: message.output_text.logprobs")
         return self

@@ -25,6 +25,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/rerank": {"query": "x", "documents": ["y"]},
     "/score": {"text_1": "x", "text_2": "y"},
     "/v1/responses": {"input": "x"},
+    "/v1/responses/input_tokens": {
+        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://example.org/a.png"}]}]
+    },
     "/v1/messages": {"max_tokens": 9, "messages": [said("x")]},
     "/v1/messages/count_tokens": {
         "messages": [said({"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}})]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +11,10 @@ import grpc
 import openai
 import pytest
 from openai.types.responses import ResponseErrorEvent, ResponseFailedEvent
+from openai.types.responses import input_token_count_params as count_params
 from openai.types.responses import response_create_params as params
 
-from gateway.api.responses_request import ResponsesRequest
+from gateway.api.responses_request import InputTokensRequest, ResponsesRequest
 from tests.gateway.scripted import Scripted, scripted
 from tests.gateway.test_tools import TEXT, says
 from tests.gateway.trio import PICTURE, Trio, data_url, image, said, text
@@ -109,6 +110,124 @@ def test_a_stream_tells_the_same_in_order(scripted_door: Scripted, client: opena
     assert [json.loads(each) for each in arguments] == [{"city": "Rome"}] * 2
 
 
+LIKELY: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def test_the_logprobs_of_a_message_are_those_of_the_chat(door: Trio) -> None:
+    chat = door.client.chat.completions.create(
+        model=door.model,
+        messages=[said("Hello")],  # type: ignore[list-item]
+        temperature=0,
+        max_tokens=8,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    fields: Any = {"model": door.model, "input": "Hello", "temperature": 0, "max_output_tokens": 8, **LIKELY}
+    response = door.client.responses.create(**fields)
+    (message,) = response.output
+    expected = [each.model_dump() for each in chat.choices[0].logprobs.content]  # type: ignore[union-attr]
+    assert len(expected) == 8
+    assert [each.model_dump() for each in message.content[0].logprobs] == expected  # type: ignore[union-attr]
+    assert response.top_logprobs == 2
+    events = list(door.client.responses.create(**fields, stream=True))
+    pieces = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [each.token for each in pieces] == [each.token for each in done.logprobs]
+    assert [(each.token, each.logprob, len(each.top_logprobs or ())) for each in done.logprobs] == [
+        (each["token"], each["logprob"], 2) for each in expected
+    ]
+
+
+def test_reasoning_and_calls_have_no_logprobs(scripted_door: Scripted, client: openai.OpenAI) -> None:
+    scripted_door.llm.play = scored(TEXT)
+    (message,) = [
+        item
+        for item in client.responses.create(model="demo", input="Rome?", tools=[TOOL], **LIKELY).output
+        if item.type == "message"
+    ]
+    likely = message.content[0].logprobs  # type: ignore[union-attr]
+    assert "".join(each.token for each in likely or ()).partition("</think>")[2].strip() == "Let me see."
+    assert scripted_door.llm.requests[0].sampling.logprobs == 2
+    scripted_door.llm.play = scored("<think>\nHm.")
+    (thought,) = client.responses.create(model="demo", input="Rome?", **LIKELY).output
+    assert thought.type == "reasoning"
+    assert b"logprobs" not in scripted_door.post("/v1/responses", {"input": "x"}).body.replace(b"top_logprobs", b"")
+
+
+def scored(text: str) -> Callable[[v1.GenerateRequest], Iterator[v1.GenerateResponse]]:
+    """A generation of this text, three signs a token, each scored."""
+
+    def play(request: v1.GenerateRequest) -> Iterator[v1.GenerateResponse]:
+        yield v1.GenerateResponse(started=v1.GenerateStarted(prompt_tokens=9))
+        for at in range(0, len(text), 3):
+            new = text[at : at + 3]
+            likely = [v1.TokenLogprobs(logprob=-0.5, text=new)] if request.sampling.HasField("logprobs") else []
+            yield v1.GenerateResponse(delta=v1.GenerateDelta(text=new, token_ids=[at], logprobs=likely))
+        yield v1.GenerateResponse(finished=v1.GenerateFinished(reason=v1.FINISH_REASON_STOP))
+
+    return play
+
+
+def test_logprobs_are_asked_for_by_both_fields(scripted_door: Scripted) -> None:
+    reply = scripted_door.post("/v1/responses", {"input": "x", "top_logprobs": 2})
+    assert (reply.status, reply.error["code"]) == (400, "BAD_FIELD")
+    assert "top_logprobs need include" in reply.error["message"]
+    reply = scripted_door.post("/v1/responses", {"input": "x", "include": ["file_search_call.results"]})
+    assert (reply.status, reply.error["param"]) == (400, "include[0]")
+
+
+def test_a_prompt_that_is_too_long_loses_its_beginning_where_that_is_asked_for(door: Trio) -> None:
+    context = door.services.text.get_info().context_tokens
+    fields: Any = {"model": door.model, "input": "a " * context, "max_output_tokens": 4, "temperature": 0}
+    with pytest.raises(openai.BadRequestError, match="prompt is too long"):
+        door.client.responses.create(**fields, truncation="disabled")
+    response = door.client.responses.create(**fields, truncation="auto")
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (context - 4, 4)
+    assert response.truncation == "auto"
+    picture = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "a " * context}]
+    reply = door.post("/v1/responses", {"input": [{"role": "user", "content": picture}], "truncation": "auto"})
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "CUTS_MEDIA", "truncation")
+    short: Any = {**fields, "input": "Hello"}
+    whole, cut = (door.client.responses.create(**short, truncation=each) for each in ("disabled", "auto"))
+    assert (whole.output_text, whole.usage) == (cut.output_text, cut.usage)
+
+
+COUNTED: Any = [
+    {"input": "Rome?"},
+    {"input": "Rome?", "instructions": "Be brief."},
+    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
+]
+
+
+@pytest.mark.parametrize("prompt", COUNTED, ids=["a text", "instructions", "a picture"])
+def test_a_prompts_tokens_are_counted_as_for_an_answer(door: Trio, prompt: Any) -> None:
+    counted = door.client.responses.input_tokens.count(model=door.model, **prompt)
+    answered = door.client.responses.create(model=door.model, **prompt, max_output_tokens=1)
+    assert counted.object == "response.input_tokens"
+    assert answered.usage is not None
+    assert counted.input_tokens == answered.usage.input_tokens
+
+
+def test_fields_of_a_count_reach_the_llm_service_or_are_refused(scripted_door: Scripted) -> None:
+    known = {*InputTokensRequest.model_fields, *InputTokensRequest.without_effect}
+    for field in {*count_params.InputTokenCountParams.__annotations__} - known:
+        reply = scripted_door.post("/v1/responses/input_tokens", {"input": "x", field: {"some": "value"}})
+        assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "FIELD_NOT_SERVED", field)
+    reply = scripted_door.post("/v1/responses/input_tokens", {"input": [{"role": "ghost", "content": "x"}]})
+    assert (reply.status, reply.error["param"]) == (400, "input[0].role")
+
+
+def test_a_count_that_the_services_refuse_names_the_field(door: Trio) -> None:
+    bad = {"type": "input_image", "image_url": data_url(b"no picture", "image/png")}
+    reply = door.post(
+        "/v1/responses/input_tokens", {"input": [{"role": "user", "content": [bad]}], "instructions": "x"}
+    )
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "MEDIA_FORMAT", "input[0].content[0]")
+    reply = door.post("/v1/responses/input_tokens", {"input": "x", "model": "ghost"})
+    assert (reply.status, reply.error["code"]) == (404, "UNKNOWN_MODEL")
+
+
 def test_a_call_is_told_as_it_is_made_and_its_pieces_are_the_whole_answers(
     scripted_door: Scripted, client: openai.OpenAI
 ) -> None:
@@ -196,10 +315,7 @@ REFUSED: dict[str, Any] = {
     "background": True,
     "previous_response_id": "resp_1",
     "conversation": "c",
-    "include": ["message.output_text.logprobs"],
-    "truncation": "auto",
     "service_tier": "flex",
-    "top_logprobs": 3,
     "max_tool_calls": 3,
     "prompt": {"id": "x"},
 }
