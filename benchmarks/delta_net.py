@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from common.cpu.jit import use_threads
+from common.hf.classes import declare_operators
 from common.process import malloc
 from llm_service.layers.cache_spec import Segment
 from llm_service.layers.gdn.backend import GdnInput, GdnShape, GdnWeights
 from llm_service.layers.gdn.choose import choose
-from tools.demo_model.reference import prepare
 
-prepare()
+declare_operators()
 
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference  # noqa: E402
 

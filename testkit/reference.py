@@ -1,6 +1,6 @@
 """The reference: the `transformers` library's own processors and models, as parity tests compare with.
 
-Import this module before anything that imports `transformers` (`tools.demo_model.reference` says why).
+Import this module before anything that imports `transformers` (`declare_operators` says why).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.hf.classes import declare_operators
 from encoder_service.media.video import open_reader
-from tools.demo_model.reference import prepare
 
-prepare()
+declare_operators()
 
 import transformers  # noqa: E402
 from PIL import Image  # noqa: E402

@@ -21,13 +21,10 @@ _KEPT: list[torch.library.Library] = []
 
 
 @cache
-def transformers() -> Any:
-    """The transformers package.
-
-    Its processors import torchvision, which has no CPU build in the ordinary index. If the ordinary wheel is installed
-    beside a CPU torch, two compiled operators are missing, which would prevent its import; they are declared here, and
-    processors call neither.
-    """
+def declare_operators() -> None:
+    """To be called before transformers is imported, whose processors import torchvision, which has no CPU build in the
+    ordinary index. If the ordinary wheel is installed beside a CPU torch, two compiled operators are missing, which
+    would prevent its import; they are declared here, and processors call neither."""
     try:
         import torchvision  # type: ignore[import-untyped]  # noqa: F401
     except (ImportError, RuntimeError):  # none, or "operator torchvision::nms does not exist"
@@ -35,6 +32,12 @@ def transformers() -> Any:
         for name in ("nms", "qnms"):
             declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _KEPT.append(declared)
+
+
+@cache
+def transformers() -> Any:
+    """The transformers package."""
+    declare_operators()
     import transformers
 
     transformers.logging.set_verbosity_error()

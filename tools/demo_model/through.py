@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from common.hf.classes import declare_operators
 from tools.demo_model.cases import Case
-from tools.demo_model.reference import prepare
 from tools.demo_model.sizes import FRAMES_PER_SECOND
 
 MOST_TOKENS = 64
@@ -35,7 +35,7 @@ class Transformers:
     at_once = 1
 
     def __init__(self, model: Path) -> None:
-        prepare()
+        declare_operators()
         import transformers
 
         transformers.logging.set_verbosity_error()
