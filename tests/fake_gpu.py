@@ -24,7 +24,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from common.checkpoints.tensors import SliceReader
 from common.gpu import transfer
 from llm_service.layers.gdn import choose as gdn
-from llm_service.layers.gpu import int8_weight, scaled_weight
+from llm_service.layers.gpu import index_trial, int8_weight, lora_tiles, scaled_weight
 from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.kda import choose as kda
@@ -204,6 +204,8 @@ def fake_gpu() -> Iterator[list[str]]:
         for name in ("_computes", "_is_right", "_are_right"):  # found out by numbers of the device
             enter(mock.patch.object(scaled_weight, name, return_value=True))
         enter(mock.patch.object(int8_weight, "_is_right", return_value=True))
+        for owner, name in ((index_trial, "gives_scores"), (lora_tiles, "computes")):
+            enter(mock.patch.object(owner, name, return_value=True))
         enter(mock.patch("torch.cuda.get_device_properties", return_value=_HOPPER))
         enter(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
         enter(mock.patch("torch.cuda.Event", mock.MagicMock))

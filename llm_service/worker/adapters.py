@@ -61,7 +61,7 @@ class RankAdapters:
 
     def __init__(self, decoder: Decoder, slots: int, rank: int, kernel: AdapterKernel | None = None) -> None:
         """`kernel` adds to few rows; None: the fastest one for the decoder's device."""
-        self._rows = AdapterRows(kernel=_kernel_for(decoder) if kernel is None else kernel)
+        self._rows = AdapterRows(kernel=_kernel_for(decoder, rank) if kernel is None else kernel)
         self._number = slots
         self._linears = {name: (linear, part) for name, linear, part in adapted_linears(decoder.layers, "layers.")}
         self._dtype, self._device = decoder.kv_dtype, decoder.device
@@ -187,10 +187,11 @@ def _laid_over(pair: LowRank, a: Tensor, b: Tensor) -> LowRank:
     return LowRank(first, second, pair.scale)
 
 
-def _kernel_for(decoder: Decoder) -> AdapterKernel:
+def _kernel_for(decoder: Decoder, rank: int) -> AdapterKernel:
     if decoder.device.type == "cuda":
-        from llm_service.layers.gpu import row_kernels
+        from llm_service.layers.gpu import lora_tiles, row_kernels
 
-        return AdapterKernel.GPU if row_kernels.run_on(decoder.device) else AdapterKernel.NONE
+        computes = row_kernels.run_on(decoder.device) and lora_tiles.computes(rank, decoder.dtype, decoder.device)
+        return AdapterKernel.GPU if computes else AdapterKernel.NONE
     fits = decoder.dtype == torch.float32 and selection.allows_panels() and selection.fused_vectors()
     return AdapterKernel.CPU if fits else AdapterKernel.NONE

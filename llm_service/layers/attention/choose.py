@@ -43,7 +43,7 @@ def choose(asked: str | MakesBackend, shape: CacheShape, dtype: torch.dtype, dev
 @torch.inference_mode()
 def runs(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a back end computes a prompt, and a token behind it, as torch does: a package, a driver or a compiler may
-    be too old, or missing, or make wrong code of a kernel."""
+    be too old, or missing, or make wrong code of a kernel. Raises OutOfMemoryError."""
     blocks = -(-(_TRIED + 1) // shape.block_size)
     small = dataclasses.replace(shape, layers=1, blocks=blocks)
     noise, apart = torch.Generator(device).manual_seed(0), list[float]()
@@ -58,6 +58,8 @@ def runs(name: str, shape: CacheShape, dtype: torch.dtype, device: torch.device)
             found = backend.batch(chunks).attend(query, key, value, ours).float()
             expected = plain.batch(chunks).attend(query, key, value, theirs).float()
             apart.append(float((found - expected).norm() / expected.norm()))
+    except torch.OutOfMemoryError:  # it says nothing about a back end
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it fails with, the next one may do
         _log.warning("an attention back end does not run here", backend=name, cause=str(error)[:500])
         return False

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -28,8 +28,8 @@ _TRIED_ROWS, _TRIED_OUTPUTS = (4, 40, 200), 1024
 """Of a trial: rows for each kind of launch, and how many of their outputs are compared."""
 _APART = 0.02
 """How far products may be from those of the widened weight, by their length: they are rounded to bfloat16."""
-_AT_ONCE = 1 << 25
-"""Numbers that are widened at a time for them."""
+_AT_ONCE, _OF_EXPERTS_AT_ONCE = 1 << 25, 1 << 26
+"""Numbers that are widened at a time for many rows, and for rows of experts."""
 _WIDEN = 32, 128
 """Outputs and inputs that one program widens."""
 _PACKED = Number.UINT4, Number.E2M1, Number.NF4, Number.FP4
@@ -63,7 +63,8 @@ class GpuWeight:
     `groups` int32 [inputs] is the group of each input. If tiles of `tile` inputs lie in one group each, groups have
     `columns` inputs, and the first group lacks its first `before`; otherwise `columns` is 0. `order` int64 [inputs], if
     any, is the order of the inputs. `scaled`, or `scaled_experts` for experts, computes many rows in bfloat16 where it
-    is available. `few`: our kernel multiplies few rows; otherwise the weight is widened for these as well.
+    is available. `few`: our kernel multiplies few rows, and those of experts; otherwise the weight is widened for these
+    as well.
     """
 
     number: Number
@@ -89,7 +90,7 @@ class GpuWeight:
         if (whole := GroupedWeight.of(parts, order)) is None:
             return None
         made = cls._of([whole])
-        return replace(made, scaled=ScaledWeight.of(whole, made.codes[0]), few=_multiplies_few(made))
+        return replace(made, scaled=ScaledWeight.of(whole, made.codes[0]), few=_is_right(made, few_are_right))
 
     @classmethod
     def of_experts(cls, experts: Sequence[Sequence[QuantizedWeight]]) -> GpuWeight:
@@ -100,7 +101,8 @@ class GpuWeight:
         if first is None or len(found) < len(experts) or not all(_alike(each, first) for each in found):
             raise ValueError("its experts are not quantised alike")
         made = cls._of(found)
-        return replace(made, scaled_experts=ScaledExperts.of(found, made.codes))
+        few = _is_right(made, experts_are_right)
+        return replace(made, scaled_experts=ScaledExperts.of(found, made.codes), few=few)
 
     @classmethod
     def _of(cls, experts: Sequence[GroupedWeight]) -> GpuWeight:
@@ -158,7 +160,8 @@ class GpuWeight:
         many = len(x) > _MANY_EACH * among
         if many and self.scaled_experts is not None and x.dtype == torch.bfloat16:
             return self.scaled_experts.product(x, ends)
-        return self._run(x if self.order is None else x[:, self.order], ends, among)
+        x = x if self.order is None else x[:, self.order]
+        return self._run(x, ends, among) if self.few or not len(x) else self._run_wide_experts(x, ends)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         """The first expert's weight, [outputs, inputs]."""
@@ -173,14 +176,29 @@ class GpuWeight:
             out[:, begin:end] = functional.linear(x, self._wide(x.dtype, begin, end))
         return out
 
-    def _wide(self, dtype: torch.dtype, begin: int, end: int) -> Tensor:
-        """Dequantises outputs [begin, end): [end − begin, inputs], with inputs in the order of `order`."""
+    def _run_wide_experts(self, x: Tensor, ends: Tensor) -> Tensor:
+        """By torch, which takes the first row as the first expert's: the rows of a few experts at a time, whose last
+        ends are theirs, are moved there, and from there back. Rows that are none of theirs go behind all."""
+        count, step = len(x), max(1, _OF_EXPERTS_AT_ONCE // (self.outputs * self.inputs))
+        out, begin = x.new_empty(count + 1, self.outputs), ends.new_zeros(())
+        rows = torch.arange(count, device=x.device)
+        for first, some in zip(range(0, len(ends), step), ends.split(step), strict=True):
+            numbers = range(first, first + len(some))
+            weights = torch.stack([self._wide(x.dtype, 0, self.outputs, number) for number in numbers])
+            own = rows + begin
+            made = functional.grouped_mm(x[own.clamp(max=count - 1)], weights.transpose(1, 2), offs=some - begin)
+            begin = some[-1]
+            out[torch.where(own < begin, own, count)] = made
+        return out[:count]
+
+    def _wide(self, dtype: torch.dtype, begin: int, end: int, expert: int = 0) -> Tensor:
+        """Dequantises outputs [begin, end) of an expert: [end − begin, inputs], with inputs in the order of `order`."""
         count = end - begin
         out = torch.empty(count, self.inputs, dtype=dtype, device=self.codes.device)
         grid = (triton.cdiv(count, _WIDEN[0]), triton.cdiv(self.inputs, _WIDEN[1]))
         kernels.widen_kernel[grid](
             out,
-            *(self.codes, self.levels, self.scale, self.zero, self.unit, self.groups),
+            *(self.codes[expert], self.levels, self.scale[expert], self.zero[expert], self.unit[expert], self.groups),
             *(self.outputs, self.inputs, begin),
             **self._constants(),
             OUTPUTS=_WIDEN[0],
@@ -231,14 +249,15 @@ _found: dict[tuple[object, ...], bool] = {}
 """Results of trials, by the form of a weight and its device."""
 
 
-def _multiplies_few(weight: GpuWeight) -> bool:
+def _is_right(weight: GpuWeight, trial: Callable[[GpuWeight], bool]) -> bool:
     """Whether a GPU's kernel is right for weights of this form, tried with the first of them."""
-    device, groups, zeros = weight.codes.device, weight.scale.shape[1], weight.zero.shape[1]
+    (experts, *_), device = weight.codes.shape, weight.codes.device
     if device.type != "cuda":
         return True
-    form = weight.number, weight.scale.dtype, weight.tile, weight.columns, min(groups, 2), min(zeros, 2), device
+    groups, zeros = min(weight.scale.shape[1], 2), min(weight.zero.shape[1], 2)
+    form = trial, experts, weight.number, weight.scale.dtype, weight.tile, weight.columns, groups, zeros, device
     if form not in _found:
-        _found[form] = few_are_right(weight)
+        _found[form] = trial(weight)
     return _found[form]
 
 
@@ -251,6 +270,22 @@ def few_are_right(weight: GpuWeight, dtype: torch.dtype = torch.bfloat16) -> boo
         x = torch.randn(rows, weight.inputs, device=wide.device).to(dtype)
         what = f"products of {weight.number.value} with few rows"
         return gives(what, lambda: weight._run(x)[:, :count], x.float() @ wide.T, _APART)
+
+    return all(map(is_right, _TRIED_ROWS))
+
+
+def experts_are_right(weight: GpuWeight, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """The same of rows of experts, of which the first has half and the last one the others."""
+    experts, count = len(weight.codes), min(weight.outputs, _TRIED_OUTPUTS)
+    first, last = (weight._wide(torch.float32, 0, count, number) for number in (0, experts - 1))
+
+    def is_right(rows: int) -> bool:
+        x, half = torch.randn(rows, weight.inputs, device=first.device).to(dtype), rows // 2
+        ends = torch.full((experts,), half, dtype=torch.int32, device=first.device)
+        ends[-1] = rows
+        expected = torch.cat((x[:half].float() @ first.T, x[half:].float() @ last.T))
+        what = f"products of {weight.number.value} with rows of experts"
+        return gives(what, lambda: weight._run(x, ends)[:, :count], expected, _APART)
 
     return all(map(is_right, _TRIED_ROWS))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from llm_service.layers.attention.backend import AttentionBackend
@@ -17,5 +18,5 @@ class PooledSparseLatentAttention(SparseLatentAttention):
 
     def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> PoolIndexBackend:
         """See `IndexPart`."""
-        chosen, device = self._chosen, self.products.weight.device
-        return PoolIndexBackend(chosen.most, chosen.pool, attention, blocks, block_size, device)
+        keys = replace(self.index_keys(block_size), kept=2 * self._chosen.head_dim, pool=self._chosen.pool)
+        return PoolIndexBackend(self._chosen.most, attention, blocks, keys)

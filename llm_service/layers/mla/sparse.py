@@ -19,7 +19,7 @@ from llm_service.layers.mla.chunks import attend_expanded
 from llm_service.layers.mla.latent_attention import LatentAttention
 from llm_service.layers.mla.up_projections import KvUpProjections
 from llm_service.layers.sparse_attention.chosen_chunks import ChosenBackend, ChosenBatch, ChosenChunk
-from llm_service.layers.sparse_attention.index import mask_of
+from llm_service.layers.sparse_attention.index import IndexKeys, mask_of
 from llm_service.layers.sparse_attention.token_decodes import TokenDecodes, TokenIndexBackend, attend_to_listed
 from llm_service.layers.sparse_attention.token_indexer import TokenIndexer
 from llm_service.layers.tensor_parallel import TensorGroup
@@ -46,7 +46,13 @@ class SparseLatentAttention(LatentAttention):
 
     def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> ChosenBackend:
         """See `IndexPart`."""
-        return TokenIndexBackend(self._chosen.most, attention, blocks, block_size, self.products.weight.device)
+        return TokenIndexBackend(self._chosen.most, attention, blocks, self.index_keys(block_size))
+
+    def index_keys(self, block_size: int) -> IndexKeys:
+        """What tokens are scored by in a cache with blocks of this size, here or in the layer that chooses for this
+        one."""
+        heads, width, like = self._chosen.heads, self._chosen.head_dim, self.products.weight
+        return IndexKeys(heads, width, width, block_size, like.dtype, like.device)
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `LatentAttention.project`."""

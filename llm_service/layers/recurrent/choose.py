@@ -52,12 +52,14 @@ def gets_through(
 ) -> bool:
     """Whether a back end computes a token and a prompt, together the TRIED tokens that are `given`, as a `plain` one
     does, in caches with room for two sequences: a package, a driver or a compiler may be too old, or missing, or make
-    wrong code of a kernel."""
+    wrong code of a kernel. Raises OutOfMemoryError."""
     segments = [Segment(0, 1, 0, fresh=True, answers=1), Segment(1, TRIED, 1, fresh=True)]
     try:
         with torch.inference_mode():
             found, expected = (_results(each, segments, given, weights, new_cache()) for each in (backend, plain))
             apart = [_apart(one, other) for one, other in zip(found, expected, strict=True)]
+    except torch.OutOfMemoryError:  # it says nothing about a back end
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it fails with, the next one may do
         _log.warning("a back end does not run here", layers=layers, backend=backend.name, cause=str(error)[:500])
         return False

@@ -21,7 +21,7 @@ from llm_service.layers.ops import TORCH, RowOps
 from llm_service.layers.self_attention.layer import SelfAttention
 from llm_service.layers.sparse_attention.block_decodes import BlockDecodes, BlockIndexBackend, attend_to_blocks
 from llm_service.layers.sparse_attention.chosen_chunks import ChosenBatch
-from llm_service.layers.sparse_attention.index import BlockIndex, IndexQuery
+from llm_service.layers.sparse_attention.index import BlockIndex, IndexKeys, IndexQuery
 from llm_service.layers.tensor_parallel import TensorGroup
 from llm_service.model_config.text import TextConfig
 
@@ -36,7 +36,7 @@ class BlockIndexer(nn.Module):
     def __init__(self, config: TextConfig, heads: slice, dtype: torch.dtype) -> None:
         super().__init__()
         assert config.block_index is not None, "a layer of this kind needs it"
-        self.shape, self.heads, self.eps = config.block_index, length(heads), config.norm_eps
+        self.shape, self.heads, self.eps, self.dtype = config.block_index, length(heads), config.norm_eps, dtype
         dim, whole = self.shape.head_dim, slice(0, config.hidden_size)
         parts: dict[str, slice | tuple[slice, ...]] = {
             "q_proj": slice(heads.start * dim, heads.stop * dim),
@@ -74,7 +74,9 @@ class BlockSparseAttention(SelfAttention):
 
     def index_backend(self, attention: AttentionBackend, blocks: int, block_size: int) -> BlockIndexBackend:
         """See `IndexPart`."""
-        return BlockIndexBackend(self.index.index, attention, blocks, block_size, self.index.k_norm.weight.device)
+        index, device = self.index.index, self.index.k_norm.weight.device
+        keys = self.index.heads, self.index.shape.head_dim, self.index.shape.head_dim, block_size, self.index.dtype
+        return BlockIndexBackend(index, attention, blocks, IndexKeys(*keys, device, index.size, weighs=False))
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """See `SelfAttention.project`."""

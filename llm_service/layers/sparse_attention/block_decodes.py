@@ -13,7 +13,7 @@ from torch.nn import functional
 from llm_service.layers.attention.backend import AttentionBackend
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.sparse_attention.chosen_chunks import ChosenBackend
-from llm_service.layers.sparse_attention.index import ROOM, BlockIndex, IndexQuery
+from llm_service.layers.sparse_attention.index import ROOM, BlockIndex, IndexKeys, IndexQuery
 
 
 class ScoreBlocks(Protocol):
@@ -101,22 +101,22 @@ def attend_to_blocks(
 class BlockIndexBackend(ChosenBackend):
     """Makes a step's batches, over metadata as well."""
 
-    def __init__(
-        self, index: BlockIndex, attention: AttentionBackend, blocks: int, block_size: int, device: torch.device
-    ) -> None:
-        super().__init__(index.reach, attention, block_size, device)
-        self._index, self._size, self._null_slot, self._score = index, block_size, blocks * block_size, score_on(device)
+    def __init__(self, index: BlockIndex, attention: AttentionBackend, blocks: int, keys: IndexKeys) -> None:
+        super().__init__(index.reach, attention, keys.block_size, keys.device)
+        self._index, self._size, self._score = index, keys.block_size, score_by(keys)
+        self._null_slot = blocks * keys.block_size
 
     def over(self, metadata: AttentionMetadata) -> BlockDecodes:
         """See `StableIndexBackend`."""
         return BlockDecodes(self._index, self._size, self._null_slot, metadata, self._score)
 
 
-def score_on(device: torch.device) -> ScoreBlocks:
-    """The scoring function for a device: our kernel, if there is one."""
-    if device.type == "cuda":
-        from llm_service.layers.gpu import index_kernels, row_kernels  # not everywhere is a Triton
+def score_by(keys: IndexKeys) -> ScoreBlocks:
+    """As `token_decodes.score_by`."""
+    if keys.device.type == "cuda":
+        from llm_service.layers.gpu import index_kernels, index_trial, row_kernels  # not everywhere is a Triton
 
-        if row_kernels.run_on(device):
-            return index_kernels.score_blocks
+        kernel = index_kernels.score_blocks
+        if row_kernels.run_on(keys.device) and index_trial.gives_scores(kernel, score_by_torch, keys):
+            return kernel
     return score_by_torch

@@ -162,6 +162,22 @@ class IndexQuery:
     scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class IndexKeys:
+    """What scores are computed from: queries of so many `heads` of `width`, and a paged cache of keys, in which a token
+    has `kept` numbers and a block `block_size` tokens, both in `dtype`. `pool` consecutive tokens share a score, of all
+    heads together if it `weighs` these."""
+
+    heads: int
+    width: int
+    kept: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    pool: int = 1
+    weighs: bool = True
+
+
 Chosen = Tensor | None
 """The places that tokens of one sequence see, int64 [n, k], or [n, kv_heads, k] where each head sees others; -1 where
 there are no more. None: all up to their own."""

@@ -17,7 +17,7 @@ from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.mixer import Rotary
 from llm_service.layers.sparse_attention import token_decodes
 from llm_service.layers.sparse_attention.chosen_chunks import ChosenBackend, ChosenBatch, apart, slots_of
-from llm_service.layers.sparse_attention.index import IndexQuery, PoolIndex
+from llm_service.layers.sparse_attention.index import IndexKeys, IndexQuery, PoolIndex
 from llm_service.layers.sparse_attention.pool_decodes import PoolDecodes
 from llm_service.layers.sparse_attention.token_decodes import TokenDecodes
 from llm_service.layers.sparse_attention.token_indexer import TokenIndexer
@@ -81,12 +81,10 @@ class PoolBatch(ChosenBatch):
 class PoolIndexBackend(ChosenBackend):
     """Makes a step's batches, over metadata as well. If at most `most` tokens are in whole pools, all are seen."""
 
-    def __init__(
-        self, most: int, pool: int, attention: AttentionBackend, blocks: int, block_size: int, device: torch.device
-    ) -> None:
-        super().__init__(most + pool - 1, attention, block_size, device)
-        self._most, self._pool, self._null_slot = most, pool, blocks * block_size
-        self._score = partial(token_decodes.score_on(device), pool=pool)
+    def __init__(self, most: int, attention: AttentionBackend, blocks: int, keys: IndexKeys) -> None:
+        super().__init__(most + keys.pool - 1, attention, keys.block_size, keys.device)
+        self._most, self._pool, self._null_slot = most, keys.pool, blocks * keys.block_size
+        self._score = partial(token_decodes.score_by(keys), pool=keys.pool)
 
     def batch(self, chunks: Sequence[PagedChunk]) -> PoolBatch:
         """See `IndexBackend`."""

@@ -13,7 +13,7 @@ from llm_service.layers.attention.backend import AttentionBackend
 from llm_service.layers.attention.metadata import AttentionMetadata
 from llm_service.layers.attention.scored import softmax_with_sinks
 from llm_service.layers.sparse_attention.chosen_chunks import ChosenBackend
-from llm_service.layers.sparse_attention.index import ROOM, IndexQuery, best
+from llm_service.layers.sparse_attention.index import ROOM, IndexKeys, IndexQuery, best
 
 
 class ScoreTokens(Protocol):
@@ -111,22 +111,22 @@ def attend_to_listed(
 class TokenIndexBackend(ChosenBackend):
     """Makes a step's batches, over metadata as well."""
 
-    def __init__(
-        self, most: int, attention: AttentionBackend, blocks: int, block_size: int, device: torch.device
-    ) -> None:
-        super().__init__(most, attention, block_size, device)
-        self._most, self._size, self._null_slot, self._score = most, block_size, blocks * block_size, score_on(device)
+    def __init__(self, most: int, attention: AttentionBackend, blocks: int, keys: IndexKeys) -> None:
+        super().__init__(most, attention, keys.block_size, keys.device)
+        self._most, self._size, self._score = most, keys.block_size, score_by(keys)
+        self._null_slot = blocks * keys.block_size
 
     def over(self, metadata: AttentionMetadata) -> TokenDecodes:
         """See `StableIndexBackend`."""
         return TokenDecodes(self._most, self._size, self._null_slot, metadata, self._score)
 
 
-def score_on(device: torch.device) -> ScoreTokens:
-    """The scoring function for a device: our kernel, if there is one."""
-    if device.type == "cuda":
-        from llm_service.layers.gpu import index_kernels, row_kernels  # not everywhere is a Triton
+def score_by(keys: IndexKeys) -> ScoreTokens:
+    """The scoring function for such keys: our kernel, if there is one for their device, and it passes a trial."""
+    if keys.device.type == "cuda":
+        from llm_service.layers.gpu import index_kernels, index_trial, row_kernels  # not everywhere is a Triton
 
-        if row_kernels.run_on(device):
-            return index_kernels.score_tokens
+        kernel = index_kernels.score_tokens
+        if row_kernels.run_on(keys.device) and index_trial.gives_scores(kernel, score_by_torch, keys):
+            return kernel
     return score_by_torch

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from llm_service.layers.gpu import lora_kernels, lora_tiles
 from llm_service.layers.lora.row_tiles import TILE, RowTiles
 from testkit import adapter_cases
 
@@ -35,3 +38,22 @@ def test_a_graph_s_room_holds_any_batch_that_fits() -> None:
             found = {row: slot for slot, begin, end in own for row in room.rows[begin:end].tolist()}
             assert found == {row: slot for row, slot in enumerate(slots.tolist()) if slot >= 0}
             assert all(0 < end - begin <= TILE for _, begin, end in own)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 100])
+@pytest.mark.parametrize("wrong", ["shrink_kernel", "expand_kernel"])
+def test_kernels_that_are_wrong_are_not_used(rank: int, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a compiler makes wrong code of one for one kind of GPU."""
+    given = rank, torch.float16, torch.device("cpu")
+    assert lora_tiles.computes(*given)
+    lora_tiles.computes.cache_clear()
+    monkeypatch.setattr(lora_kernels, wrong, _Nothing())
+    assert not lora_tiles.computes(*given)
+    lora_tiles.computes.cache_clear()
+
+
+class _Nothing:
+    """A kernel that writes nothing."""
+
+    def __getitem__(self, _: object) -> Callable[..., None]:
+        return lambda *_, **__: None

@@ -168,3 +168,12 @@ def test_one_whose_numbers_are_wrong_does_not(count: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(TritonBatch, "attend", wrong)
     assert not runs("triton", CacheShape(2, 100, 16, 4, 2, 64), torch.float32, CPU)
+
+
+def test_a_trial_for_which_memory_is_short_says_nothing_of_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TritonBatch, "attend", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        runs("triton", CacheShape(2, 100, 16, 4, 2, 64), torch.float32, CPU)

@@ -171,7 +171,7 @@ def test_a_token_of_each_sequence_follows_metadata(
     score: ScoreBlocks, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that are seen whole and such that are not, and one of nobody, a few at a time."""
-    monkeypatch.setattr(block_decode, "score_on", lambda _: score)
+    monkeypatch.setattr(block_decode, "score_by", lambda _: score)
     monkeypatch.setattr(block_decode, "ROOM", 4 * 4 * 18 * 16)
     settings, shape = settings_of(index_topk_blocks=most), shape_of(index_topk_blocks=most)
     theirs, steps = drawn(MiniMaxM3VLAttention(settings, 1)), 4

@@ -23,6 +23,7 @@ from common.hf import models as hf_models
 from common.hf.small_models import made_up
 from common.shm.arena import SharedBuffer
 from llm_service.layers.attention.backend import CacheShape
+from llm_service.layers.gpu import index_trial, lora_tiles, quantized_weight
 from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.linear.quantized_weight import QuantizedWeight
@@ -195,6 +196,24 @@ def test_texts_of_all_kinds_are_captured_without_a_question_to_the_host(
         assert set(launched) >= KINDS[kind], launched
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
+@pytest.mark.parametrize("kind", ["glm5_next", "mistral_large4", "minimax_m3_vl"])
+def test_tokens_are_scored_by_torch_without_a_question_to_the_host(
+    kind: str, tmp_path: Path, rows_memory: SharedBuffer
+) -> None:
+    """As where our kernel is wrong."""
+    checkpoint = Checkpoint(make(kind, tmp_path))
+    text = known_text(checkpoint, hf_models.describe(tmp_path), ALONE, 4096)
+    with fake_gpu() as launched, mock.patch.object(index_trial, "gives_scores", return_value=False):
+        with torch.inference_mode(mode=False):
+            decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE, text=text)
+        runner = made_runner(decoder, rows_memory, 1)
+        check_capture(runner, BOUNDS)
+        check_steps(runner, [Draw(at=0), Draw(at=1)])
+        assert KINDS[kind] - set(launched) <= {"score_tokens_kernel", "score_blocks_kernel"}
+        assert not any(name.startswith("score_") for name in launched)
+
+
 @pytest.mark.parametrize("count", [1, 20], ids=["the last place", "all places"])
 def test_prompts_are_embedded_without_a_question_to_the_host(
     count: int, checkpoints: Callable[..., Path], rows_memory: SharedBuffer
@@ -228,6 +247,31 @@ def test_adapters_are_followed_in_graphs(checkpoints: Callable[..., Path], rows_
         check_steps(runner, [Draw(at=0), Draw(at=1)], [1, -1])
         assert {"shrink_kernel", "expand_kernel"} <= set(launched)
         check_filling(runner, adapters)
+
+
+def test_adapters_are_added_by_torch_in_eager_steps(
+    checkpoints: Callable[..., Path], rows_memory: SharedBuffer
+) -> None:
+    """As where our kernels are wrong: steps without adapters have graphs, and no other asks the host for a number."""
+    checkpoint = Checkpoint(checkpoints("qwen3_vl"))
+    with fake_gpu() as launched, mock.patch.object(lora_tiles, "computes", return_value=False):
+        with torch.inference_mode(mode=False):
+            decoder = load_decoder(checkpoint, torch.bfloat16, GPU, ALONE)
+        with mock.patch("llm_service.layers.lora.linear_adapters.runs_of", lambda places: [(0, len(places))]):
+            adapters = RankAdapters(decoder, 2, 8)
+        runner = made_runner(decoder, rows_memory, 1, adapters=adapters)
+        check_capture(runner, BOUNDS)
+        check_filling(runner, adapters)
+        assert runner.graphs is not None
+        replays = runner.graphs.replays
+        plan = msgspec.structs.replace(step(STEPS["decode"]), draws=[Draw(at=0)], slots=[0, 1])
+        with OnHost() as watch:
+            runner.launch(msgspec.structs.replace(plan, adapters=StepAdapters([], [0, -1])))
+        assert set(watch.seen) <= {"empty", "copy_"}
+        assert runner.graphs.replays == replays
+        runner.launch(plan)
+        assert runner.graphs.replays == replays + 1
+        assert not {"shrink_kernel", "expand_kernel"} & set(launched)
 
 
 def check_filling(runner: ModelRunner, adapters: RankAdapters) -> None:
@@ -363,6 +407,20 @@ def test_products_of_many_rows_ask_the_host_for_nothing(form: str) -> None:
         assert watch.seen == []
         more = {"round_to_e4m3_kernel", "scaled_product_kernel"} if form == "fp8" else {"widen_kernel"}
         assert {"product_kernel", *more} <= set(launched)
+
+
+def test_widened_weights_of_experts_ask_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are multiplied where our kernel is wrong, two experts at a time."""
+    monkeypatch.setattr(quantized_weight, "_OF_EXPERTS_AT_ONCE", 2 * 256 * 384)
+    weight = quantized.FORMS["awq"](torch.randn(256, 384))
+    with fake_gpu() as launched:
+        with torch.inference_mode(mode=False):
+            made = replace(GpuWeight.of_experts([[weight.to(GPU)]] * 3), few=False)
+        ends, x = torch.empty(3, dtype=torch.int32, device=GPU), torch.empty(20, 384, dtype=torch.bfloat16, device=GPU)
+        with OnHost() as watch:
+            assert made.grouped_product(x, ends).shape == (20, 256)
+        assert watch.seen == []
+        assert launched == ["widen_kernel"] * 3
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.25], ids=["own scales", "a stored scale"])

@@ -196,7 +196,7 @@ def test_a_token_of_each_sequence_follows_metadata(
     score: ScoreTokens, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that are seen whole and such that are not, and one of nobody, a few at a time."""
-    monkeypatch.setattr(token_decodes, "score_on", lambda _: score)
+    monkeypatch.setattr(token_decodes, "score_by", lambda _: score)
     monkeypatch.setattr(token_decodes, "ROOM", 4 * 4 * 8 * 40)
     monkeypatch.setattr(pool_decode, "ROOM", 2 * 8 * 40 // POOL)
     ours = layers_of(shape_of(index_topk=most))

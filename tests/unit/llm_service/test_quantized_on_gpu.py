@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llm_service.layers.gpu import launch
 from llm_service.layers.gpu import quantized_weight as module
+from llm_service.layers.gpu.kernel_trial import gives
 from llm_service.layers.gpu.quantized_weight import GpuWeight, launch_for
 from llm_service.layers.linear.parallel import PackedLinear
 from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
@@ -248,3 +249,43 @@ def test_where_a_kernel_is_wrong_few_rows_are_multiplied_with_the_widened_weight
     monkeypatch.setattr(GpuWeight, "_run", lambda *given: run(*given) * 1.1)
     assert not module.few_are_right(weight, torch.float16)
     check(replace(weight, few=False), quantized.wide(), 5)
+
+
+@pytest.mark.parametrize("number", [Number.UINT4, Number.E4M3, Number.NF4])
+@pytest.mark.parametrize("count", [1, 5])
+def test_where_a_kernel_is_wrong_rows_of_experts_are_multiplied_with_widened_weights(
+    number: Number, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = [[part.to(DEVICE) for part in parts] for parts in experts(number, count, 48, 96)]
+    weight, run = GpuWeight.of_experts(every), GpuWeight._run
+    assert module.experts_are_right(weight, torch.float16)
+    monkeypatch.setattr(GpuWeight, "_run", lambda own, x, ends, *more: run(own, x, (ends - 1).clamp(min=0), *more))
+    assert not module.experts_are_right(weight, torch.float16)
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 40, 1, 0), (0, 0, 0, 0, 2), (0, 0, 0, 0, 0), (20,)], ids=str)
+@pytest.mark.parametrize("at_once", [1, 2, 1 << 20])
+def test_widened_weights_of_experts_are_multiplied_some_at_a_time(
+    counts: tuple[int, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows behind those of all experts, which are other ranks', change nothing."""
+    monkeypatch.setattr(module, "_OF_EXPERTS_AT_ONCE", at_once * 48 * 96)
+    every, mine = experts(Number.UINT4, len(counts), 48, 96), sum(counts)
+    weight = replace(GpuWeight.of_experts([[part.to(DEVICE) for part in parts] for parts in every]), few=False)
+    x, ends = torch.randn(mine + 7, 96, device=DEVICE), torch.tensor(counts).cumsum(0).int().to(DEVICE)
+    x[mine:] = torch.nan
+    given = weight.grouped_product(x, ends)
+    for parts, part, rows in zip(every, given[:mine].split(list(counts)), x[:mine].split(list(counts)), strict=True):
+        wide = torch.cat([each.wide() for each in parts]).to(DEVICE)
+        assert ((part - rows @ wide.T).abs() <= 1e-6 * (rows.abs() @ wide.abs().T)).all()
+    assert weight.grouped_product(x[:0], ends * 0).shape == (0, weight.outputs)
+
+
+def test_a_trial_for_which_memory_is_short_says_nothing_of_a_kernel() -> None:
+    def full() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        gives("products", full, torch.ones(1), 0.1)
+    assert gives("products", lambda: torch.zeros(1), torch.zeros(1), 0.1)
+    assert not gives("products", lambda: torch.ones(1), torch.zeros(1), 0.1)

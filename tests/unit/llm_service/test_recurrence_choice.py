@@ -43,3 +43,10 @@ def test_kernels_that_are_right_are_chosen_and_wrong_ones_are_not(kind: str, mon
 
     monkeypatch.setattr(batch, "run", wrong_states)
     assert not runs(backend, shape, torch.float32, CPU)
+
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(batch, "run", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        runs(backend, shape, torch.float32, CPU)

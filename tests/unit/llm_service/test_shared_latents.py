@@ -176,7 +176,7 @@ def test_a_token_of_each_sequence_follows_metadata(
     score: ScoreTokens, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that are seen whole and such that are not, and one of nobody."""
-    monkeypatch.setattr(token_decodes, "score_on", lambda _: score)
+    monkeypatch.setattr(token_decodes, "score_by", lambda _: score)
     settings, shape = settings_of(index_topk=most), shape_of(index_topk=most)
     theirs, begun, steps = theirs_of(settings), (33, 3, MOST - 1), 3
     ours = ours_of(shape, theirs)
