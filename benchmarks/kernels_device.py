@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -27,7 +28,12 @@ from benchmarks.llm_device import Settings, config_of, make_runner, step
 from benchmarks.quantized import FORMS
 from common.gpu.device import told_waits, use_gpu
 from common.gpu.graphs import Capture, CaptureFailed, CudaCapture, first_of
+from llm_service.layers.linear.quantized_weight import Number, QuantizedWeight
 from testkit import triton_interpreter
+
+if TYPE_CHECKING:
+    from llm_service.layers.gpu.int8_weight import Int8Weight
+    from llm_service.layers.gpu.quantized_weight import GpuWeight
 
 _SECONDS = 45
 """For one kernel, its compilation included."""
@@ -84,16 +90,18 @@ def trials() -> Trials:
         "tower's attention by flash": lambda here: _tower_attention(here, "flash"),
         "tower's rotary positions": _tower_rotary,
         "pixels": _pixels,
+        _GRAPHS: _steps,
+        "what a step waits for": _waits,
         **{f"{form}, {rows} rows": _product(form, rows) for form in FORMS for rows in (4, 300)},
         "experts": _experts,
-        **{f"experts in {form}": _grouped(form) for form in ("fp8", "w8a8")},
+        **{f"experts in {form}": _grouped(form) for form in ("fp8", "w8a8", "awq")},
         "adapters": _adapters,
         "short convolutions": _convolutions,
         "delta net": _delta_net,
         "Mamba-2": _mamba2,
         "Kimi Delta Attention": _kda,
-        _GRAPHS: _steps,
-        "what a step waits for": _waits,
+        "attention over latents": _latents,
+        "index scores": _index_scores,
     }
 
 
@@ -222,13 +230,9 @@ def _pixels(here: Place) -> None:
 
 def _product(form: str, rows: int) -> Callable[[Place], Trial]:
     def made(here: Place) -> Trial:
-        from llm_service.layers.gpu.int8_weight import Int8Weight
-        from llm_service.layers.gpu.quantized_weight import GpuWeight
-
         side = 256 if here.tiny else 4096
         weight = FORMS[form](torch.randn(side, side, device=here.device) * side**-0.5)
-        laid_out = Int8Weight.of([weight]) or GpuWeight.of([weight])
-        assert laid_out is not None, "there is no kernel for it here"
+        laid_out = _laid_out([weight])
         x = here.drawn(4 if here.tiny else rows, side)
         expected = x.float() @ weight.wide().float().T
         return Trial(lambda: laid_out.product(x), expected, _ROUNDED if weight.rounds_inputs else 0.0)
@@ -238,12 +242,9 @@ def _product(form: str, rows: int) -> Callable[[Place], Trial]:
 
 def _grouped(form: str) -> Callable[[Place], Trial]:
     def made(here: Place) -> Trial:
-        from llm_service.layers.gpu.int8_weight import Int8Weight
-        from llm_service.layers.gpu.quantized_weight import GpuWeight
-
         outputs, inputs, counts = (128, 128, (3, 0, 5)) if here.tiny else (768, 2048, (300, 0, 1, 63, 900))
         each = [FORMS[form](torch.randn(outputs, inputs, device=here.device) * inputs**-0.5) for _ in counts]
-        laid_out = Int8Weight.of_experts([[one] for one in each]) or GpuWeight.of_experts([[one] for one in each])
+        laid_out = _laid_out(each, experts=True)
         x = here.drawn(sum(counts), inputs)
         ends = torch.tensor(counts, device=here.device).cumsum(0).int()
         parts = zip(x.float().split(list(counts)), each, strict=True)
@@ -251,6 +252,26 @@ def _grouped(form: str) -> Callable[[Place], Trial]:
         return Trial(lambda: laid_out.grouped_product(x, ends), expected, _ROUNDED)
 
     return made
+
+
+def _laid_out(each: Sequence[QuantizedWeight], *, experts: bool = False) -> GpuWeight | Int8Weight:
+    """For kernels of ours. Raises AssertionError where a trial of any has failed: another way would compute the same,
+    and hide it."""
+    from llm_service.layers.gpu import scaled_weight
+    from llm_service.layers.gpu.int8_weight import Int8Weight
+    from llm_service.layers.gpu.quantized_weight import GpuWeight
+
+    first, stacks = each[0], [[one] for one in each]
+    made = Int8Weight.of_experts(stacks) if experts else Int8Weight.of(each)
+    if made is not None:
+        return made
+    found = GpuWeight.of_experts(stacks) if experts else GpuWeight.of(each)
+    assert found is not None, "there is no kernel for it here"
+    short = first.rounds_inputs and scaled_weight.runs_on(first.codes.device)
+    assert not first.rounds_inputs or first.number is not Number.INT8, "products of int8 fail their trial"
+    assert not short or found.scaled or found.scaled_experts, "products of e4m3 fail their trial"
+    assert found.few, "our kernel fails its trial"
+    return found
 
 
 def _experts(here: Place) -> Trial:
@@ -310,6 +331,28 @@ def _kda(here: Place) -> None:
     shape = KdaShape(2, 32) if here.tiny else KdaShape(32, 128)
     case = kda_cases.Case.drawn(shape, 71, here.dtype, device=here.device.type)
     gdn_cases.check(TritonBackend(shape, here.dtype, here.device), case, (1, 70))
+
+
+def _latents(here: Place) -> None:
+    from llm_service.layers.attention.choose import choose
+    from testkit.attention_cases import Case, latents_of
+
+    shape = latents_of() if here.tiny else latents_of(576, 512, heads=64)
+    for counts in ((1, 1, 1), (1, 4, 65)):
+        Case.random(shape, counts, here.dtype, 1, here.device).check(choose("triton", shape, here.dtype, here.device))
+
+
+def _index_scores(here: Place) -> None:
+    from llm_service.layers.gpu import index_kernels, index_trial
+    from llm_service.layers.sparse_attention import block_decodes, token_decodes
+    from llm_service.layers.sparse_attention.index import IndexKeys
+
+    heads, width = (3, 20) if here.tiny else (64, 128)
+    tokens = IndexKeys(heads, width, width, 16, here.dtype, here.device)
+    blocks = IndexKeys(2, width, width, 16, here.dtype, here.device, 32 if here.tiny else 128, weighs=False)
+    by_torch = token_decodes.score_by_torch, block_decodes.score_by_torch
+    assert index_trial.gives_scores(index_kernels.score_tokens, by_torch[0], tokens), "of tokens"
+    assert index_trial.gives_scores(index_kernels.score_blocks, by_torch[1], blocks), "of blocks"
 
 
 def _steps(here: Place) -> None:

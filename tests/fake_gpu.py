@@ -201,7 +201,7 @@ def fake_gpu() -> Iterator[list[str]]:
         enter(mock.patch.object(QuantizedWeight, "to", _on_device))
         for owner, name in product((GpuWeight, Int8Weight), ("of", "of_experts")):
             enter(mock.patch.object(owner, name, _laid_out(getattr(owner, name))))
-        for name in ("_computes", "_is_right", "_are_right"):  # found out by numbers of the device
+        for name in ("runs_on", "_is_right", "_are_right"):  # found out by numbers of the device
             enter(mock.patch.object(scaled_weight, name, return_value=True))
         enter(mock.patch.object(int8_weight, "_is_right", return_value=True))
         for owner, name in ((index_trial, "gives_scores"), (lora_tiles, "computes")):

@@ -178,7 +178,7 @@ def rounded_plainly(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _is_made_for_it(weight: GroupedWeight) -> bool:
-    return weight.rounds_inputs and weight.number is Number.E4M3 and _computes(weight.codes.device)
+    return weight.rounds_inputs and weight.number is Number.E4M3 and runs_on(weight.codes.device)
 
 
 def _is_each(ends: Tensor) -> bool:
@@ -186,7 +186,8 @@ def _is_each(ends: Tensor) -> bool:
     return ends.tolist() == list(range(_BLOCK, _BLOCK * len(ends) + 1, _BLOCK))
 
 
-def _computes(device: torch.device) -> bool:
+def runs_on(device: torch.device) -> bool:
+    """Whether a device multiplies as these products need it."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
 
 

@@ -70,3 +70,21 @@ def test_behind_a_process_that_ended_another_goes_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels_device.subprocess, "call", call)
     assert kernels_device._processes([]) == [2, 3]
     assert begun == [0, 3, 4]
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["rows", "rows of experts"])
+def test_a_product_whose_trial_has_failed_is_not_hidden_by_what_computes_the_same(
+    experts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from llm_service.layers.gpu import int8_weight, quantized_weight
+
+    def tried(form: str) -> str:
+        make = kernels_device._grouped(form) if experts else kernels_device._product(form, 4)
+        monkeypatch.setattr(kernels_device, "trials", lambda: {form: make})
+        return next(iter(kernels_device.run(HERE, 0, None, once=True)))
+
+    monkeypatch.setattr(int8_weight, "_is_right", lambda _: False)
+    monkeypatch.setattr(quantized_weight, "_is_right", lambda *_: False)
+    assert tried("w8a8") == "w8a8: FAILED: AssertionError: products of int8 fail their trial"
+    assert tried("awq") == "awq: FAILED: AssertionError: our kernel fails its trial"

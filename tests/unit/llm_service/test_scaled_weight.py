@@ -47,7 +47,7 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are taken to have passed their trial, which interprets products of 4096 inputs."""
     torch.manual_seed(5)
     monkeypatch.setattr(functional, "scaled_mm", stand_in)
-    monkeypatch.setattr(scaled_weight, "_computes", lambda _: True)
+    monkeypatch.setattr(scaled_weight, "runs_on", lambda _: True)
     monkeypatch.setattr(scaled_weight, "_is_right", lambda *_: True)
     monkeypatch.setattr(scaled_weight, "_are_right", lambda *_: True)
 
