@@ -192,6 +192,7 @@ def _kernel_for(decoder: Decoder, rank: int) -> AdapterKernel:
         from llm_service.layers.gpu import lora_tiles, row_kernels
 
         computes = row_kernels.run_on(decoder.device) and lora_tiles.computes(rank, decoder.dtype, decoder.device)
-        return AdapterKernel.GPU if computes else AdapterKernel.NONE
+        every = decoder.group.all_reduce_min(int(computes))  # ranks capture the same graphs
+        return AdapterKernel.GPU if every else AdapterKernel.NONE
     fits = decoder.dtype == torch.float32 and selection.allows_panels() and selection.fused_vectors()
     return AdapterKernel.CPU if fits else AdapterKernel.NONE

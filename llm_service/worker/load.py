@@ -243,7 +243,7 @@ def _run_largest_step(loaded: _LoadedModel, adapters: LoadedAdapters | None) -> 
         _compile(loaded.decoder, loaded.group, device)
     first.run(prompt_plan(1, settings.block_size)[0])  # few rows, and to torch's compiler one, are a case of their own
     first.run(plan)
-    return changeover, device.type == "cuda" and settings.graphs != "off" and _capturable(first)
+    return changeover, device.type == "cuda" and settings.graphs != "off" and _capturable(first, loaded.group)
 
 
 def _capture(runner: ModelRunner, settings: EngineSettings, context: int, loaded: _LoadedModel) -> None:
@@ -359,8 +359,11 @@ def _compile(decoder: Model, group: TensorGroup, device: torch.device) -> None:
     decoder.compile_layers()
 
 
-def _capturable(runner: ModelRunner) -> bool:
-    """Whether there can be graphs; without them everything runs eagerly."""
-    if why := runner.not_capturable():
-        _log.warning("CUDA graphs are off", cause=why)
-    return not why
+def _capturable(runner: ModelRunner, group: TensorGroup) -> bool:
+    """Whether there can be graphs on every rank, whose kernels may differ in trials; without them everything runs
+    eagerly."""
+    why = runner.not_capturable()
+    agreed = bool(group.all_reduce_min(int(not why)))
+    if not agreed:
+        _log.warning("CUDA graphs are off", cause=why or "another rank has none")
+    return agreed

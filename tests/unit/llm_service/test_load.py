@@ -21,12 +21,13 @@ from common.process.core_share import CoreShare
 from common.shm.arena import SharedBuffer
 from llm_service.layers.attention import flash_backend
 from llm_service.layers.cache_spec import CacheSpec, IndexedKV, PagedKV
+from llm_service.layers.lora.linear_adapters import AdapterKernel
 from llm_service.layers.tensor_parallel import ALONE, TensorGroup
 from llm_service.model_config.text import TextConfig
 from llm_service.models.decoder import Decoder
 from llm_service.plan import StepPlan, StepResult
 from llm_service.settings import CacheDtype, EngineSettings
-from llm_service.worker import load, load_adapters
+from llm_service.worker import adapters, load, load_adapters
 from llm_service.worker.cache_dtype import check_small_cache
 from llm_service.worker.dummy_plans import prompt_plan
 from llm_service.worker.memory import Gauge
@@ -247,6 +248,23 @@ def test_attention_whose_launches_depend_on_lengths_is_not_captured(checkpoints:
     runner = LocalEngine(checkpoints("qwen3_vl"), attention="torch").runner
     assert "--attention torch" in runner.not_capturable()
     assert LocalEngine(checkpoints("qwen3_vl"), attention="triton").runner.not_capturable() == ""
+
+
+@pytest.mark.parametrize(("why", "others", "agreed"), [("", 1, True), ("", 0, False), ("torch computes", 1, False)])
+def test_a_rank_has_graphs_where_every_rank_has_them(why: str, others: int, agreed: bool) -> None:
+    """A trial of a kernel may end otherwise on another rank, which would not capture, and be waited for."""
+    runner: Any = SimpleNamespace(not_capturable=lambda: why)
+    group: Any = SimpleNamespace(all_reduce_min=lambda own: min(own, others))
+    assert load._capturable(runner, group) == agreed
+
+
+@pytest.mark.parametrize("others", [1, 0])
+def test_our_kernels_add_adapters_where_they_do_on_every_rank(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_service.layers.gpu.row_kernels.run_on", lambda _: True)
+    monkeypatch.setattr("llm_service.layers.gpu.lora_tiles.computes", lambda *_: True)
+    group = SimpleNamespace(all_reduce_min=lambda own: min(own, others))
+    decoder: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, group=group)
+    assert adapters._kernel_for(decoder, 8) is (AdapterKernel.GPU if others else AdapterKernel.NONE)
 
 
 @pytest.mark.parametrize(("capability", "can"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)])
