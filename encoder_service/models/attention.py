@@ -228,7 +228,7 @@ def _flash(name: str) -> Callable[..., Any]:
     """Raises ImportError if there is none. A package may be unusable: built for another torch, or a version without
     this function."""
     for module, function in _FLASH[name]:
-        with contextlib.suppress(ImportError, AttributeError):
+        with contextlib.suppress(ImportError, AttributeError, OSError, RuntimeError):
             run: Callable[..., Any] = getattr(importlib.import_module(module), function)
             return run
     raise ImportError(_MISSING[name])

@@ -96,7 +96,7 @@ def _imported(module: str, name: str) -> Any:
     """None if it is missing, was built for another torch, or is a version without this function."""
     try:
         return getattr(importlib.import_module(module), name, None)
-    except ImportError:
+    except (ImportError, OSError, RuntimeError):  # the last two of a library that torch cannot load
         return None
 
 

@@ -300,7 +300,10 @@ def test_one_that_is_asked_for_and_cannot_be_imported_is_refused_by_name(monkeyp
         choose("flash", CPU, torch.float32, 16)
 
 
-@pytest.mark.parametrize("package", ["raise ImportError('undefined symbol')", "__version__ = '4.0'"])
+@pytest.mark.parametrize(
+    "package",
+    ["raise ImportError('undefined symbol')", "raise OSError('undefined symbol')", "__version__ = '4.0'"],
+)
 def test_a_flash_attn_that_is_of_no_use_gives_way_to_torch_s(package, monkeypatch, tmp_path):
     (tmp_path / "flash_attn.py").write_text(package)
     monkeypatch.syspath_prepend(tmp_path)

@@ -289,3 +289,15 @@ def test_a_flash_attn_without_the_function_that_is_needed_is_none(monkeypatch: p
     monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", print, raising=False)
     assert flash_backend.find(256) is not None
     assert flash_backend.find(16) is None, "version 2 reads no blocks of this size"
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
+def test_a_flash_attn_whose_library_does_not_fit_is_none(
+    error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of another torch: its library is loaded by Python, or by torch."""
+    for name in ("flash_attn_interface", "flash_attn"):
+        (tmp_path / f"{name}.py").write_text(f"raise {error}('undefined symbol')")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert flash_backend.find(256) is None
