@@ -37,7 +37,8 @@ from encoder_service.transports.base import RowRun
 from encoder_service.transports.transports import Transports
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.parallel_streams import open_parallel
-from llm_service.encoders.replica import EncodeParams, EncoderSettings, Replica
+from llm_service.encoders.replica import Replica
+from llm_service.encoders.settings import EncodeParams, EncoderSettings
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.request import MediaItem

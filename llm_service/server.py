@@ -29,7 +29,7 @@ from llm_service.embedder import Embedder
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.encoders.replica import EncoderSettings
+from llm_service.encoders.settings import EncoderSettings
 from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.engine_client.client import EngineClient
 from llm_service.engine_client.mirrors import Mirrors

@@ -9,7 +9,8 @@ from typing import TypeAlias
 from common.media.item import Header
 from common.telemetry.stages import Stage
 from llm_service.encoders.parallel_streams import ParallelStreams, open_parallel
-from llm_service.encoders.replica import EncodeParams, Replica
+from llm_service.encoders.replica import Replica
+from llm_service.encoders.settings import EncodeParams
 from llm_service.encoders.stream import EncodeStream
 from llm_service.request import MediaItem
 

@@ -35,7 +35,8 @@ from llm_service.encoders.header_cache import HeaderCache
 from llm_service.encoders.known_item import KnownItem
 from llm_service.encoders.pace import FAR_LONGER
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.replica import EncodeParams, Replica
+from llm_service.encoders.replica import Replica
+from llm_service.encoders.settings import EncodeParams
 from llm_service.encoders.stream import UNREACHABLE
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import Request

@@ -17,7 +17,8 @@ from common.aio.merged import Send, merged
 from common.errors import TwinlensError, Unavailable
 from common.media.item import Header, Key, Options
 from common.telemetry.stages import Stage
-from llm_service.encoders.replica import EncodeParams, Replica
+from llm_service.encoders.replica import Replica
+from llm_service.encoders.settings import EncodeParams
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import MirrorPlace
 from llm_service.request import MediaItem

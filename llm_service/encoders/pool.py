@@ -21,7 +21,8 @@ from llm_service.encoders.availability_log import AvailabilityLog
 from llm_service.encoders.breaker import DEATHS, Quarantine
 from llm_service.encoders.health import EncoderHealth
 from llm_service.encoders.isolation import Isolation
-from llm_service.encoders.replica import EncoderSettings, Replica
+from llm_service.encoders.replica import Replica
+from llm_service.encoders.settings import EncoderSettings
 from llm_service.encoders.wait_queue import WaitQueue
 
 _log = log.get("encoders")

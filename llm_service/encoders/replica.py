@@ -6,26 +6,24 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from common.aio import tasks
 from common.media.convert import write_media
-from common.rows.wire import RowLayout
-from common.rpc.channel import ChannelSecurity, from_rpc_error, is_stream_reset
+from common.rpc.channel import from_rpc_error, is_stream_reset
 from common.telemetry import log
 from llm_service.encoders.breaker import Breaker, Quarantine
 from llm_service.encoders.connections import Connections
-from llm_service.encoders.health import CHECK_SECONDS, EncoderHealth, Verdict
+from llm_service.encoders.health import EncoderHealth, Verdict
 from llm_service.encoders.obstacle_hints import hint
 from llm_service.encoders.pace import Pace
+from llm_service.encoders.settings import EncodeParams, EncoderSettings
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.base import Transport
-from llm_service.encoders.transports.nixl_reader import NixlReader
 from llm_service.encoders.transports.transports import transports_from
-from llm_service.engine_client.mirrors import Mirrors
 from llm_service.request import MediaItem
 from twinlens.v1 import encoder_pb2
 
@@ -34,56 +32,6 @@ _CHECK_TIMEOUT = 2.0
 _LARGE = 256 << 10
 """Bytes of content whose copy is made in a thread, since it would block the event loop for longer than that costs."""
 _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderSettings:
-    """How this service uses encoders.
-
-    `digest` is the required digest, `merge` the patches on a side of one row, `layout_from_encoder` says that headers
-    state items' layouts; `timeout` bounds a stream and `silence` the time between its events, in seconds, and `hedge`
-    is how long an item waits for a row before another encoder is asked as well, 0 for ever; `connections` is
-    their number per encoder; `local_dir` is the folder of local sockets that are files. `mirrors` are the ranks'
-    mirrors of the row arena, `nixl` reads encoders' memory by NIXL.
-
-    The rest are not options. Addresses are resolved every `resolve_seconds`, and encoders checked every
-    `check_seconds`; if none can be used, an item waits `pick_seconds` for one. A part of an item's rows has at least
-    `part_bytes`: below that, opening one more stream takes longer than it can save.
-    """
-
-    digest: str
-    layout: RowLayout
-    merge: int
-    layout_from_encoder: bool = False
-    security: ChannelSecurity = field(default_factory=ChannelSecurity)
-    timeout: float = 120.0
-    silence: float = 2.5
-    hedge: float = 10.0
-    connections: int = 1
-    shared_memory: bool = True
-    local_dir: str = ""
-    mirrors: Mirrors | None = None
-    nixl: NixlReader | None = None
-    resolve_seconds: float = 2.0
-    check_seconds: float = CHECK_SECONDS
-    pick_seconds: float = 0.8
-    part_bytes: int = 8 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodeParams:
-    """Parameters of an item's request: its owner, the first row wanted, the row before which to stop (0: none), and the
-    number of earlier attempts. Some transports are left out after a stream of the item `broke`, or if we were `late` to
-    read its rows again and again: see `Transport`."""
-
-    request_id: str
-    salt: str
-    priority: int
-    first: int = 0
-    end: int = 0
-    attempt: int = 0
-    broke: bool = False
-    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +156,10 @@ class Replica:
             _log.debug("encoder does not answer", address=self.address, code=error.code().name)
             return self._failed(_EXHAUSTED if is_stream_reset(error) else error.code(), began)
         self.starting = False
+        return await self._judge(info, load)
+
+    async def _judge(self, info: Any, load: Any) -> Verdict:
+        """The verdict on what an encoder says of itself: whether it serves our model, and can be reached for items."""
         if info is None or load is None:  # gRPC turns invalid bytes into None
             self.trouble = "its answer is not one of our messages"
             return Verdict.GONE
@@ -321,18 +273,14 @@ class Replica:
     @contextmanager
     def encode(self, prepared: PreparedRequest) -> Iterator[EncodeStream]:
         """Opens an Encode stream for one item; it is cancelled when the block is left early."""
-        settings, params = self._settings, prepared.params
+        settings = self._settings
         with self._connections.encode(prepared.body, settings.timeout) as call:
             stream = EncodeStream(
                 call,
                 prepared.transports,
-                settings.layout,
-                settings.merge,
-                layout_from_encoder=settings.layout_from_encoder,
-                field=prepared.field,
-                first=params.first,
-                end=params.end,
-                silence=settings.silence,
+                settings,
+                prepared.params,
+                prepared.field,
                 on_event=self.health.hear,
                 heard_at=lambda: self.health.last_heard,
             )

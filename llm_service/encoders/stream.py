@@ -32,6 +32,7 @@ from common.rpc.channel import from_rpc_error, is_stream_refused, is_too_large, 
 from common.rpc.status import from_plain_status
 from common.telemetry.stages import Stage
 from llm_service.encoders.row_wait import RowWait
+from llm_service.encoders.settings import EncodeParams, EncoderSettings
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace, Transport
 from twinlens.v1 import encoder_pb2
 
@@ -52,11 +53,11 @@ def read_event(message: bytes) -> Event:
 
 
 class EncodeStream:
-    """An item's stream from row `first` on, up to `end` (exclusive) unless that is 0; its opener closes it.
+    """An item's stream, as `params` asked for it; `field` is the item's in its request. Its opener closes it.
 
-    It ends after `silence` seconds without an event: a busy encoder sends one every second. `on_event` is called for
-    each event. If the encoder's other messages come, the last at `heard_at` (monotonic seconds), an event may be on its
-    way over a slow network for four times as long, and the request for any time.
+    It ends after `settings.silence` seconds without an event: a busy encoder sends one every second. `on_event` is
+    called for each event. If the encoder's other messages come, the last at `heard_at` (monotonic seconds), an event
+    may be on its way over a slow network for four times as long, and the request for any time.
 
     `begun` says whether the encoder has begun the item, `announced` what it has announced to compute, `wait` how long
     the next row is awaited. After the last row, `stages` has the encoder's, on our clock.
@@ -66,26 +67,18 @@ class EncodeStream:
         self,
         call: Call,
         transports: Sequence[Transport],
-        layout: RowLayout,
-        merge: int,
-        *,
-        layout_from_encoder: bool = False,
+        settings: EncoderSettings,
+        params: EncodeParams,
         field: str,
-        first: int,
-        end: int = 0,
-        silence: float,
+        *,
         on_event: Callable[[], None] = lambda: None,
         heard_at: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._call = call
         self._transports = transports
-        self._layout = layout
-        self._merge = merge
-        self._layout_from_encoder = layout_from_encoder
+        self._settings = settings
+        self._params = params
         self._field = field
-        self._first = first
-        self._end = end
-        self._silence = silence
         self._on_event = on_event
         self._heard_at = heard_at
         self.begun = False
@@ -140,12 +133,13 @@ class EncodeStream:
                 yield _run(event)
 
     def _check(self, header: Header, layout: RowLayout) -> None:
-        if layout != self._layout:
+        if layout != self._settings.layout:
             raise DataLoss("the encoder's rows do not fit this model")
-        if not is_consistent(header, self._merge):
+        if not is_consistent(header, self._settings.merge):
             raise DataLoss("the encoder's header contradicts itself")
         places = [part.rows for part in header.replacement]
-        if (sum(places) if self._layout_from_encoder else header.tokens) != header.tokens or min(places, default=0) < 0:
+        rows = sum(places) if self._settings.layout_from_encoder else header.tokens
+        if rows != header.tokens or min(places, default=0) < 0:
             raise DataLoss("the encoder's header has different numbers of places and rows")
         if not all(map(math.isfinite, (*header.timestamps, header.seconds_per_grid))):
             raise DataLoss("the encoder's header has times that are not numbers")
@@ -159,8 +153,8 @@ class EncodeStream:
 
         Runs must come in order and without gaps. Raises DataLoss for any that is not as announced.
         """
-        size = self._layout.row_bytes
-        expected, end = self._first, self._end or len(target) // size
+        size = self._settings.layout.row_bytes
+        expected, end = self._params.first, self._params.end or len(target) // size
         async with aclosing(self._runs()) as runs:
             async for run in runs:
                 if run is None:
@@ -194,7 +188,7 @@ class EncodeStream:
         while True:
             began = time.monotonic()
             try:
-                async with tasks.StallTolerantTimeout(self._silence, self._patience()):
+                async with tasks.StallTolerantTimeout(self._settings.silence, self._patience()):
                     event = await self._call.read()
                 self._on_event()
             except grpc.aio.AioRpcError as error:
@@ -224,15 +218,15 @@ class EncodeStream:
     def _patience(self) -> Callable[[], float]:
         """Tells, whenever the next event has not come by then, how many seconds more it may take."""
         loop = asyncio.get_running_loop()
-        last = loop.time() + _ON_THE_WAY * self._silence
-        return lambda: min(self._heard_at() + self._silence, last) - loop.time()
+        last = loop.time() + _ON_THE_WAY * self._settings.silence
+        return lambda: min(self._heard_at() + self._settings.silence, last) - loop.time()
 
     async def _request_there(self) -> None:
         """Waits until the encoder has the whole request, or the call has ended. A request may be large, or queue within
         gRPC because the peer accepts no more streams on a connection: an encoder that has not been asked yet is not
         silent."""
         opened = time.monotonic()
-        while (left := max(opened, self._heard_at()) + self._silence - time.monotonic()) > 0:
+        while (left := max(opened, self._heard_at()) + self._settings.silence - time.monotonic()) > 0:
             with suppress(TimeoutError):
                 async with tasks.StallTolerantTimeout(left):
                     await self._call.initial_metadata()

@@ -14,7 +14,7 @@ from common.rows.wire import DType, RowLayout
 from llm_service.encoders.encoder_cache import EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.encoders.replica import EncoderSettings
+from llm_service.encoders.settings import EncoderSettings
 from llm_service.request import MediaItem, Request, SamplingParams, TextPrompt
 from tests import pictures
 from tests.launch import Service, encoder_server, llm_server, stopped

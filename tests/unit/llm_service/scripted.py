@@ -23,7 +23,7 @@ from llm_service.encoders.breaker import RetryBudget
 from llm_service.encoders.encoder_cache import CacheEntry, EncoderCache
 from llm_service.encoders.pool import EncoderPool
 from llm_service.encoders.receiver import RowReceiver
-from llm_service.encoders.replica import EncoderSettings
+from llm_service.encoders.settings import EncoderSettings
 from llm_service.request import MediaItem, Request, SamplingParams, TextPrompt
 from tests import waiting
 from twinlens import v1

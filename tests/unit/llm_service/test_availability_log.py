@@ -17,7 +17,7 @@ from common.rpc.channel import ChannelSecurity, open_channel
 from llm_service.encoders.availability_log import AvailabilityLog
 from llm_service.encoders.obstacle_hints import hint
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.replica import EncoderSettings
+from llm_service.encoders.settings import EncoderSettings
 from tests.unit.llm_service.scripted import ScriptedEncoder, bench, eventually
 from twinlens.v1 import encoder_pb2
 from twinlens.v1.encoder_pb2_grpc import EncoderServiceStub

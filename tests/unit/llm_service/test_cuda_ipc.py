@@ -12,7 +12,8 @@ import pytest
 from common.errors import LEASE_EXPIRED, DataLoss, Unavailable
 from common.rows.wire import DType, RowLayout
 from llm_service.encoders.breaker import Quarantine
-from llm_service.encoders.replica import EncodeParams, EncoderSettings, Replica
+from llm_service.encoders.replica import Replica
+from llm_service.encoders.settings import EncodeParams, EncoderSettings
 from llm_service.encoders.transports.base import ArrivedRows, MirrorPlace
 from llm_service.encoders.transports.cuda_ipc import CudaIpc
 from llm_service.encoders.transports.shared_memory import SharedMemory

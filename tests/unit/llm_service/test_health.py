@@ -18,7 +18,8 @@ from common.rpc.channel import ChannelSecurity, open_channel
 from llm_service.encoders.breaker import Quarantine
 from llm_service.encoders.health import EncoderHealth, Verdict
 from llm_service.encoders.pool import EncoderPool, WatchedReplica
-from llm_service.encoders.replica import EncoderSettings, Replica
+from llm_service.encoders.replica import Replica
+from llm_service.encoders.settings import EncoderSettings
 from llm_service.encoders.transports import shared_memory
 from tests.unit.llm_service.scripted import DIGEST, LAYOUT, ScriptedEncoder, bench, hangs_after_the_header
 from twinlens import v1

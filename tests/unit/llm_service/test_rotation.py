@@ -11,7 +11,7 @@ import trustme
 from common.rpc.bearer_tokens import TokenFile
 from common.rpc.channel import ChannelSecurity
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.replica import EncoderSettings
+from llm_service.encoders.settings import EncoderSettings
 from tests.unit.llm_service.scripted import LAYOUT
 from tests.unit.twinlens.conftest import serving
 from tests.unit.twinlens.fakes import FakeEncoder

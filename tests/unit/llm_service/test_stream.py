@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
 from common.media.item import MAX_POSITION, Header
 from common.rows.wire import crc32c
 from llm_service.encoders.row_wait import RowWait
+from llm_service.encoders.settings import EncodeParams, EncoderSettings
 from llm_service.encoders.stream import EncodeStream
 from llm_service.encoders.transports.inline import Inline
 from tests.unit.llm_service.scripted import LAYOUT, ROWS, content
@@ -49,8 +51,10 @@ class SlowCall:
         return next(self._events)
 
 
-def stream(call: Any, *, silence: float = SILENCE, **more: Any) -> EncodeStream:
-    return EncodeStream(call, [Inline(LAYOUT.dtype)], LAYOUT, 2, field="here[0]", first=0, silence=silence, **more)
+def stream(call: Any, *, heard_at: Callable[[], float] = lambda: 0.0, **settings: Any) -> EncodeStream:
+    asked = EncoderSettings(**{"digest": "", "layout": LAYOUT, "merge": 2, "silence": SILENCE, **settings})
+    params = EncodeParams(request_id="", salt="", priority=0)
+    return EncodeStream(call, [Inline(LAYOUT.dtype)], asked, params, "here[0]", heard_at=heard_at)
 
 
 def busy(times: int) -> list[v1.EncodeResponse]:

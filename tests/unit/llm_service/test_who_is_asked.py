@@ -15,7 +15,8 @@ from common.media.item import Key, Modality, Url
 from llm_service.encoders import choice
 from llm_service.encoders import pool as pool_module
 from llm_service.encoders.pool import EncoderPool
-from llm_service.encoders.replica import EncoderSettings, Replica
+from llm_service.encoders.replica import Replica
+from llm_service.encoders.settings import EncoderSettings
 from llm_service.request import MediaItem, Request
 from tests.unit.llm_service.scripted import (
     DIGEST,
