@@ -26,7 +26,7 @@ from encoder_service.config import EncoderConfig
 from encoder_service.engine.admission import Admission
 from encoder_service.engine.content import Contents
 from encoder_service.engine.device_pool import DevicePools
-from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.dispatch import BatchLimits, Dispatcher
 from encoder_service.engine.embedding_store import EmbeddingStore
 from encoder_service.engine.encode import EncoderEngine
 from encoder_service.engine.item_plans import FamilyPlans, HfPlans, ItemPlans
@@ -34,7 +34,7 @@ from encoder_service.engine.media_loader import MediaLoader
 from encoder_service.engine.pipeline import Pipeline
 from encoder_service.engine.shared_store import SharedStore
 from encoder_service.engine.staging import Staging
-from encoder_service.engine.workers import MODULE, WorkerError
+from encoder_service.engine.workers import MODULE, WorkerError, WorkerTimes
 from encoder_service.families import config as model_config
 from encoder_service.families.family import ModelConfig, ServedConfig
 from encoder_service.media.decoder import DecoderPool
@@ -168,12 +168,14 @@ def _dispatcher(
     return Dispatcher(
         _worker_settings(config, model),
         fds,
-        budget=config.batch_patches,
-        max_units=config.batch_items,
-        seconds=config.worker_seconds,
-        patience=config.worker_patience_seconds,
-        start_seconds=config.start_seconds,
-        pass_seconds=config.pass_seconds,
+        BatchLimits(
+            budget=config.batch_patches,
+            max_units=config.batch_items,
+            pass_seconds=config.pass_seconds,
+            seconds=config.worker_seconds,
+            patience=config.worker_patience_seconds,
+        ),
+        WorkerTimes(config.start_seconds),
         module=worker,
         on_change=lambda _: report(),
         on_batch=meters.computed,

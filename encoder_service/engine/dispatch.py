@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from common.aio.tasks import end_process
 from common.errors import Internal, TwinlensError, Unavailable
@@ -16,23 +17,32 @@ from common.telemetry import log
 from encoder_service.engine.batch_history import BatchStats, BatchTotals, Pace, Suspects
 from encoder_service.engine.batching import Unit, assemble, assemble_full
 from encoder_service.engine.device_pool import DevicePools
-from encoder_service.engine.workers import LONGEST_PAUSE, MODULE, STALL, Workers, WorkerSlot
+from encoder_service.engine.workers import MODULE, Workers, WorkerSlot, WorkerTimes
 from encoder_service.worker.messages import Batch, BatchDone, BatchFailed, FromWorker, Piece, WorkerSettings
 
 _log = log.get("dispatch")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Bounds of batches."""
+
+    budget: int
+    """Patches; a batch has at least one unit in any case."""
+    max_units: int
+    pass_seconds: float = 0.0
+    """No more patches than a worker recently computed in these, so that later arrivals, and others on the same
+    processor, wait no longer; only one unit before any pace is known. 0: no such bound."""
+    seconds: float
+    """A worker that computes longer is killed."""
+    patience: float
+    """So is one that takes 20 times what was expected, and at least these seconds, unless it holds a unit that has
+    killed a worker before: a second death gets such a unit refused for a minute, which a slow machine must not
+    cause."""
+
+
 class Dispatcher:
-    """Runs units on `settings`, one worker each. `start` and `stop` are its owner's.
-
-    A batch has at most `budget` patches and `max_units` units, and no more patches than a worker recently computed
-    in `pass_seconds` (0: no such bound), so that later arrivals, and others on the same processor, wait no longer than
-    that. A batch has at least one unit, and only one before any pace is known.
-
-    A batch that takes longer than `seconds` gets its worker killed; so does one that takes 20 times what was expected,
-    and at least `patience` seconds, unless it holds a unit that has killed a worker before: a second death gets such a
-    unit refused for a minute, which a slow machine must not cause. A worker runs `module`, and fails to start if it is
-    not ready within `start_seconds`. `stall` and `longest_pause` are as in `Workers`.
+    """Runs units in batches on `settings`, one worker each, which runs `module`. `start` and `stop` are its owner's.
 
     `on_change` is called when the number of live workers changes, `on_batch` for each computed pass. `die` ends this
     process if the dispatcher has a defect, since units would wait for it in vain.
@@ -42,15 +52,9 @@ class Dispatcher:
         self,
         settings: Sequence[WorkerSettings],
         fds: tuple[int, int],
+        limits: BatchLimits,
+        times: WorkerTimes,
         *,
-        budget: int,
-        max_units: int,
-        seconds: float,
-        patience: float,
-        start_seconds: float,
-        pass_seconds: float = 0.0,
-        stall: float = STALL,
-        longest_pause: float = LONGEST_PAUSE,
         module: str = MODULE,
         on_change: Callable[[int], None] = lambda _: None,
         on_batch: Callable[[BatchStats], None] = lambda _: None,
@@ -58,11 +62,7 @@ class Dispatcher:
         suspects: Suspects | None = None,
         die: Callable[[], None] = end_process,
     ) -> None:
-        self._budget = budget
-        self._max_units = max_units
-        self._pass_seconds = pass_seconds
-        self._seconds = seconds
-        self._patience = patience
+        self._limits = limits
         self._on_change = on_change
         self._on_batch = on_batch
         self.pools = pools or DevicePools(row_bytes=0)
@@ -70,9 +70,7 @@ class Dispatcher:
             settings,
             fds,
             self.pools,
-            start_seconds=start_seconds,
-            stall=stall,
-            longest_pause=longest_pause,
+            times,
             module=module,
             on_reply=self._on_reply,
             on_death=self._on_death,
@@ -126,8 +124,9 @@ class Dispatcher:
     @property
     def pass_patches(self) -> int:
         """Patches that a worker should get through within the time of a pass, as far as that is known."""
-        patches = self._pace.patches(self._pass_seconds) if self._pass_seconds else None
-        return self._budget if patches is None else min(self._budget, patches)
+        limits = self._limits
+        patches = self._pace.patches(limits.pass_seconds) if limits.pass_seconds else None
+        return limits.budget if patches is None else min(limits.budget, patches)
 
     def estimate(self) -> float | None:
         """Seconds until everything here has been computed, by the recent pace, but at least as long as each worker has
@@ -202,7 +201,7 @@ class Dispatcher:
         """Gives batches to idle workers, then full next batches to workers that look ahead."""
         self._pumping = False
         idle, budget = self._workers.idle, self.pass_patches
-        max_units = self._max_units if self._pace.batches or not self._pass_seconds else 1
+        max_units = self._limits.max_units if self._pace.batches or not self._limits.pass_seconds else 1
         batches = assemble(self._waiting, len(idle), budget, max_units)
         for slot, batch in zip(idle, batches, strict=False):
             self._send(slot, batch)
@@ -229,8 +228,8 @@ class Dispatcher:
     def _limit(self, batch: Sequence[Unit]) -> float:
         """Seconds after which a worker that has not answered is considered hung."""
         if any(unit.alone for unit in batch):
-            return self._seconds
-        return self._pace.limit(sum(unit.patches for unit in batch), self._patience, self._seconds)
+            return self._limits.seconds
+        return self._pace.limit(sum(unit.patches for unit in batch), self._limits.patience, self._limits.seconds)
 
     def _on_death(self, slot: WorkerSlot) -> None:
         """A worker is gone: its units go to another, each alone, since one of them may have been the cause."""
@@ -294,7 +293,7 @@ class Dispatcher:
         self.totals.late_compiles += answer.late_compiles
         self.totals.preprocess_seconds += answer.preprocess_seconds
         self.totals.vit_seconds += answer.vit_seconds
-        fill = patches / max(patches, self._budget)
+        fill = patches / max(patches, self._limits.budget)
         self._on_batch(BatchStats(len(units), patches, fill, answer.preprocess_seconds, answer.vit_seconds))
 
     def _split(self, batch: list[Unit], *, alone: bool) -> None:

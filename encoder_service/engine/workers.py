@@ -14,16 +14,23 @@ from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.worker.messages import FromWorker, StartFailed, WorkerReady, WorkerSettings
 
 MODULE = "encoder_service.worker"
-LONGEST_PAUSE = 30.0
-"""Seconds from one try to replace a worker to the next, at most."""
-STALL = 1.0
-"""A timer that is so many seconds late shows that the process stood still."""
-
 _log = log.get("workers")
 
 
 class WorkerError(Exception):
     """A worker cannot start; the message says why, for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimes:
+    """Bounds in seconds."""
+
+    start: float
+    """A worker that has not loaded its tower after these is killed."""
+    stall: float = 1.0
+    """A timer that is so late shows that this process stood still, and says nothing about the worker."""
+    longest_pause: float = 30.0
+    """From one try to replace a worker to the next, at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +39,8 @@ class WorkerSlot:
     `batch` is not answered yet.
 
     `began` is when it began on these (`loop.time`), `timer` kills a worker that takes too long, `worked` counts the
-    seconds of earlier batches. A worker that `looks_ahead` gets its next batch, `ahead`, early, to prepare it. A timer
-    that is `stall` seconds late says nothing about the worker.
+    seconds of earlier batches. A worker that `looks_ahead` gets its next batch, `ahead`, early, to prepare it. `stall`
+    is as in `WorkerTimes`.
     """
 
     index: int
@@ -121,8 +128,7 @@ class WorkerSlot:
 
 class Workers:
     """One process for each of `settings`, which runs `module` and inherits the descriptors `fds`. `start` and `stop`
-    are called by the owner. A process that has not loaded its tower after `start_seconds` is killed. If a replacement
-    cannot be started, it is tried again after at most `longest_pause` seconds. `stall` is as in `WorkerSlot`.
+    are called by the owner.
 
     `on_reply` gets each message of a worker; it raises ChildDied for an invalid one. `on_death` is called when a worker
     is gone and no longer writes anywhere, `on_ready` when a replacement is ready. Any other exception of these three is
@@ -134,10 +140,8 @@ class Workers:
         settings: Sequence[WorkerSettings],
         fds: tuple[int, int],
         pools: DevicePools,
+        times: WorkerTimes,
         *,
-        start_seconds: float,
-        stall: float,
-        longest_pause: float,
         module: str,
         on_reply: Callable[[WorkerSlot, FromWorker], None],
         on_death: Callable[[WorkerSlot], None],
@@ -146,12 +150,11 @@ class Workers:
     ) -> None:
         self.settings = settings
         self.slots = [
-            WorkerSlot(at, stall, looks_ahead=each.device.startswith("cuda")) for at, each in enumerate(settings)
+            WorkerSlot(at, times.stall, looks_ahead=each.device.startswith("cuda")) for at, each in enumerate(settings)
         ]
         self._fds = fds
         self._pools = pools
-        self._start_seconds = start_seconds
-        self._longest_pause = longest_pause
+        self._times = times
         self._module = module
         self._on_reply = on_reply
         self._on_death = on_death
@@ -220,10 +223,10 @@ class Workers:
 
     async def _first_answer(self, child: Child[FromWorker]) -> FromWorker:
         try:
-            async with asyncio.timeout(self._start_seconds):
+            async with asyncio.timeout(self._times.start):
                 return await child.receive()
         except TimeoutError:
-            raise WorkerError(f"a worker has not started within {self._start_seconds:g} seconds") from None
+            raise WorkerError(f"a worker has not started within {self._times.start:g} seconds") from None
 
     async def _keep(self, slot: WorkerSlot) -> None:
         """Reads a worker's messages as long as it lives, and replaces it afterwards."""
@@ -243,7 +246,7 @@ class Workers:
             await self._revive(slot)
 
     async def _revive(self, slot: WorkerSlot) -> None:
-        backoff = tasks.Backoff(self._longest_pause)
+        backoff = tasks.Backoff(self._times.longest_pause)
         while slot.child is None:
             await backoff.wait()
             try:

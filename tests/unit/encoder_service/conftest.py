@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import fields, replace
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from common.process.children import Child
 from encoder_service.engine.dispatch import Dispatcher
 from tests import valkey_server
-from tests.unit.encoder_service.fakes import SETTINGS, FakeChild
+from tests.unit.encoder_service.fakes import LIMITS, SETTINGS, TIMES, FakeChild
 
 
 @pytest.fixture(scope="package")
@@ -36,7 +37,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Starts a dispatcher over fake workers; `children` grows as workers are replaced."""
     made: list[Dispatcher] = []
 
-    async def starts(workers: int = 1, device: str = "cpu", **bounds) -> tuple[Dispatcher, list[FakeChild], list[int]]:
+    async def starts(workers: int = 1, device: str = "cpu", **given) -> tuple[Dispatcher, list[FakeChild], list[int]]:
         children: list[FakeChild] = []
         alive: list[int] = []
 
@@ -45,9 +46,12 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
             return children[-1]
 
         monkeypatch.setattr(Child, "start", child)
-        limits = {"seconds": 60.0, "patience": 60.0, "start_seconds": 60.0}
-        given = {"budget": 100, "max_units": 8, **limits, "on_change": alive.append, **bounds}
-        made.append(Dispatcher([msgspec.structs.replace(SETTINGS, device=device)] * workers, (0, 0), **given))
+        limits, times = (
+            replace(plain, **{each.name: given.pop(each.name) for each in fields(plain) if each.name in given})
+            for plain in (LIMITS, TIMES)
+        )
+        settings = [msgspec.structs.replace(SETTINGS, device=device)] * workers
+        made.append(Dispatcher(settings, (0, 0), limits, times, **{"on_change": alive.append, **given}))
         await made[-1].start()
         return made[-1], children, alive
 

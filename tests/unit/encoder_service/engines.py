@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from common.media.item import Modality
 from common.process.children import Child
@@ -28,7 +29,7 @@ from encoder_service.media.fetch import FetchConfig, Fetcher
 from encoder_service.media.limits import MediaLimits
 from encoder_service.worker.messages import WorkerSettings
 from tests import pictures
-from tests.unit.encoder_service.fakes import DONE, FakeChild, FakeDecoders
+from tests.unit.encoder_service.fakes import DONE, LIMITS, TIMES, FakeChild, FakeDecoders
 
 LAYOUT = RowLayout(1, 16, DType.FLOAT32)
 PIXELS = PixelSettings(
@@ -79,9 +80,7 @@ async def encoder(
 
     monkeypatch.setattr(Child, "start", child)
     settings = WorkerSettings(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
-    dispatcher = Dispatcher(
-        [settings], (0, 0), budget=4096, max_units=max_units, seconds=60.0, patience=60.0, start_seconds=60.0
-    )
+    dispatcher = Dispatcher([settings], (0, 0), replace(LIMITS, budget=4096, max_units=max_units), TIMES)
     await dispatcher.start()
     arenas = [SharedBuffer.create("test", staging), SharedBuffer.create("test", store_bytes)]
     store, shared_store = EmbeddingStore(arenas[1], LAYOUT.row_bytes), None

@@ -11,11 +11,14 @@ from typing import Any
 from common.media.item import Modality
 from common.process.children import ChildDied
 from encoder_service.engine.batching import Unit
-from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.dispatch import BatchLimits, Dispatcher
+from encoder_service.engine.workers import WorkerTimes
 from encoder_service.item import Inspection
 from encoder_service.media.decoder import TimeBudget
 from encoder_service.worker.messages import Batch, BatchDone, Piece, WorkerReady, WorkerSettings
 
+LIMITS = BatchLimits(budget=100, max_units=8, seconds=60.0, patience=60.0)
+TIMES = WorkerTimes(60.0)
 SETTINGS = WorkerSettings(folder="", device="cpu", dtype="float32", threads=1, staging_bytes=0, store_bytes=0)
 DONE = BatchDone(not_finite=[], preprocess_seconds=0.0, vit_seconds=0.0)
 

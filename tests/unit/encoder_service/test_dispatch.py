@@ -12,9 +12,9 @@ from common.process.children import Child
 from encoder_service.engine import dispatch
 from encoder_service.engine.batch_history import BatchStats
 from encoder_service.engine.dispatch import Dispatcher
-from encoder_service.engine.workers import WorkerError
+from encoder_service.engine.workers import WorkerError, WorkerTimes
 from encoder_service.worker.messages import BatchDone, BatchFailed, StartFailed
-from tests.unit.encoder_service.fakes import DONE, SETTINGS, FakeChild, marks, submit, turns
+from tests.unit.encoder_service.fakes import DONE, LIMITS, SETTINGS, TIMES, FakeChild, marks, submit, turns
 
 
 async def test_what_comes_together_goes_together_and_what_comes_later_waits(start):
@@ -357,7 +357,7 @@ async def test_how_a_worker_ended_that_was_not_ready_is_told(monkeypatch):
         return Killed()
 
     monkeypatch.setattr(Child, "start", child)
-    dispatcher = Dispatcher([SETTINGS], (0, 0), budget=1, max_units=1, seconds=1.0, patience=1.0, start_seconds=60.0)
+    dispatcher = Dispatcher([SETTINGS], (0, 0), LIMITS, TIMES)
     with pytest.raises(WorkerError, match=r"^a worker ended before it was ready: killed by SIGKILL$"):
         await dispatcher.start()
 
@@ -371,7 +371,7 @@ async def test_a_worker_that_cannot_start_says_why(monkeypatch):
         return Unwilling()
 
     monkeypatch.setattr(Child, "start", child)
-    dispatcher = Dispatcher([SETTINGS], (0, 0), budget=1, max_units=1, seconds=1.0, patience=1.0, start_seconds=60.0)
+    dispatcher = Dispatcher([SETTINGS], (0, 0), LIMITS, TIMES)
     with pytest.raises(WorkerError, match="no such device"):
         await dispatcher.start()
     await dispatcher.stop()
@@ -391,7 +391,7 @@ async def test_a_worker_that_hangs_at_the_start_is_ended(monkeypatch):
         return worker
 
     monkeypatch.setattr(Child, "start", child)
-    dispatcher = Dispatcher([SETTINGS], (0, 0), budget=1, max_units=1, seconds=60.0, patience=60.0, start_seconds=0.01)
+    dispatcher = Dispatcher([SETTINGS], (0, 0), LIMITS, WorkerTimes(0.01))
     with pytest.raises(WorkerError, match=r"within 0\.01 seconds"):
         await dispatcher.start()
     assert not worker.alive
@@ -399,7 +399,7 @@ async def test_a_worker_that_hangs_at_the_start_is_ended(monkeypatch):
 
 
 async def test_a_replacement_that_hangs_at_its_start_is_replaced_in_turn(start, monkeypatch):
-    _, children, alive = await start(start_seconds=0.01, longest_pause=0.0)
+    _, children, alive = await start(start=0.01, longest_pause=0.0)
     fakes, started = [Mute(), FakeChild()], asyncio.Event()
 
     async def child(*_, **__) -> FakeChild:

@@ -11,7 +11,7 @@ from common.process.children import Child
 from encoder_service.engine.device_pool import DevicePool, DevicePools
 from encoder_service.engine.dispatch import Dispatcher
 from encoder_service.worker.messages import BatchDone, BatchFailed, PoolMade, WorkerReady
-from tests.unit.encoder_service.fakes import SETTINGS, FakeChild, submit, turns
+from tests.unit.encoder_service.fakes import LIMITS, SETTINGS, TIMES, FakeChild, submit, turns
 
 ROW = 64
 ROOM = 3
@@ -46,9 +46,7 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
 
     monkeypatch.setattr(Child, "start", child)
     pools = DevicePools(ROW)
-    dispatcher = Dispatcher(
-        [SETTINGS], (0, 0), budget=100, max_units=8, seconds=60, patience=60, start_seconds=60, pools=pools
-    )
+    dispatcher = Dispatcher([SETTINGS], (0, 0), LIMITS, TIMES, pools=pools)
     await dispatcher.start()
     yield Bench(dispatcher, workers, pools)
     await dispatcher.stop()

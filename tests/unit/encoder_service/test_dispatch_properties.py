@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from common.errors import Internal, Unavailable
 from common.process.children import Child
 from encoder_service.engine.batching import Unit
-from encoder_service.engine.dispatch import Dispatcher
+from encoder_service.engine.dispatch import BatchLimits, Dispatcher
+from encoder_service.engine.workers import WorkerTimes
 from encoder_service.worker.messages import BatchDone, BatchFailed, Piece, WorkerSettings
 from tests.unit.encoder_service.fakes import DONE, FakeChild, turns
 
@@ -74,10 +75,8 @@ class World:
         self.withdrawn: set[int] = set()
         self.unlucky: set[int] = set()
         settings = msgspec.structs.replace(SETTINGS, device=device)
-        limits = {"seconds": 1e6, "patience": 1e6, "start_seconds": 1e6}
-        self.dispatcher = Dispatcher(
-            [settings] * 3, (0, 0), budget=BUDGET, max_units=4, **limits, on_change=self._count
-        )
+        limits = BatchLimits(budget=BUDGET, max_units=4, seconds=1e6, patience=1e6)
+        self.dispatcher = Dispatcher([settings] * 3, (0, 0), limits, WorkerTimes(1e6), on_change=self._count)
 
     async def child(self, *_: object, **__: object) -> Worker:
         self.children.append(Worker())
