@@ -209,14 +209,9 @@ class EmbeddingStore:
         assert not allocation.kept, "an entry has this allocation"
         self.unpin(allocation)
 
-    def flush(self) -> tuple[int, int]:
-        """Drops every entry that no one is reading. Returns their number and bytes."""
-        entries, sizes = zip(*self.flush_in_parts(), (0, 0), strict=True)
-        return sum(entries), sum(sizes)
-
     def flush_in_parts(self, most: int = _AT_ONCE) -> Iterator[tuple[int, int]]:
-        """As `flush`, in parts of at most so many entries: yields their number and bytes. In between others may use the
-        store."""
+        """Drops every entry that no one is reading, at most so many at a time: yields their number and bytes. In
+        between others may use the store."""
         starts = self._ranges.starts[::-1]  # in ascending order, each removal would move all later entries of the lists
         for at in range(0, len(starts), most):
             found = (self._ranges.owner(start) for start in starts[at : at + most])

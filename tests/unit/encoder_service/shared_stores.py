@@ -36,7 +36,7 @@ async def replica(url: str, *, seconds: float = 5.0, layout=LAYOUT, breaker=None
     finally:
         await made.stop()
         made.check_idle()
-        store.flush()
+        list(store.flush_in_parts())
         store.check_idle()
         assert store.used == 0
         arena.close()

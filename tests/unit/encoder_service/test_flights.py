@@ -90,7 +90,7 @@ async def _play(monkeypatch, play, decode_turns: int, room: int, size: int) -> N
                 case "break":
                     decoders.failure = InvalidInput("chance") if number else None
                 case "flush":
-                    made.pipeline.store.flush()
+                    list(made.pipeline.store.flush_in_parts())
             made.check_integrity()
             assert made.pipeline.store.used <= made.pipeline.store.capacity
         decoders.failure = None

@@ -97,7 +97,7 @@ async def test_rows_that_were_pushed_out_are_a_miss_and_no_garbage(server):
         with pytest.raises(SharedStoreMiss):
             await loaded(made, HEADER)
         assert made.counts["garbage"] == 0
-        store.flush()
+        list(store.flush_in_parts())
         await computed(made, store, found=HEADER)
         await written(made, 2)
         assert await loaded(made, HEADER) == ROWS
@@ -117,7 +117,7 @@ async def test_garbage_is_a_miss_and_good_rows_take_its_place(server, spoil):
         while made._background:
             await asyncio.gather(*made._background)
         assert await made.find(HEADER.key, "") is None
-        store.flush()
+        list(store.flush_in_parts())
         await computed(made, store)
         await written(made, 2)
         assert await loaded(made, HEADER) == ROWS
@@ -186,7 +186,7 @@ async def test_a_full_server_keeps_answering(server):
         async with replica(server.url) as (made, store):
             for _ in range(5):
                 await computed(made, store)
-                store.flush()
+                list(store.flush_in_parts())
             await written(made, 5)
             assert (made.counts["dropped"], made.client.breaker.is_open) == (5, False)
             assert await made.find(HEADER.key, "") is None
@@ -199,7 +199,7 @@ async def test_what_has_left_the_store_before_it_was_written_is_not(server):
     async with replica(server.url) as (made, store):
         stop_writing(made)
         await computed(made, store)
-        store.flush()
+        list(store.flush_in_parts())
         made.start()
         await written(made)
         assert made.counts["dropped"] == 1
@@ -211,7 +211,7 @@ async def test_too_many_that_wait_to_be_written_are_not(server):
     async with replica(server.url, writes=1) as (made, store):
         stop_writing(made)
         await computed(made, store)
-        store.flush()
+        list(store.flush_in_parts())
         await computed(made, store, Header(b"z" * 32, Modality.IMAGE, Grid(1, 2, 2), 1))
         assert made.counts["dropped"] == 1
 

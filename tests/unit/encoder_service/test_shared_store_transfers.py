@@ -197,7 +197,7 @@ async def test_a_write_of_rows_that_make_way_leaves_nothing_and_holds_no_room(se
 
         def made_way(data: bytes) -> bool:
             if b"+QUEUED" in data and len(store):
-                assert store.flush() == (1, len(ROWS)), "its bytes are free at once"
+                assert list(store.flush_in_parts()) == [(1, len(ROWS))], "its bytes are free at once"
             return False
 
         link.held_up = made_way
