@@ -205,20 +205,8 @@ class Generator:
             self._engine.check(0)  # each engine states its own block layout
         if blocks is None or (size := self._engine.reusable_block_size) is None:
             raise Precondition("this service computes no prompts for others", reason="NOT_LENT")
-        lending = Lending(blocks, first_block)
-        async with aclosing(self.generate(request)) as events:
-            async for event in events:
-                computed = 0
-                match event:
-                    case Begun():
-                        lending.identities = event.layout.reusable(size)
-                        computed = event.cached
-                    case Computed():
-                        computed = event.tokens
-                async with aclosing(lending.up_to(computed // size)) as parts:
-                    async for part in parts:
-                        yield part
-        async with aclosing(lending.up_to(len(lending.identities))) as parts:  # blocks that found no room before
+        lending = Lending(blocks, size, first_block)
+        async with aclosing(self.generate(request)) as events, aclosing(lending.follow(events)) as parts:
             async for part in parts:
                 yield part
 
