@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from common.errors import InvalidInput, Unavailable
 from common.media.convert import MAX_PARTS, MAX_REPLACEMENT
@@ -29,6 +29,8 @@ from encoder_service.media.messages import (
 MODULE = "encoder_service.worker.planner"
 _REMEMBERED = 64 << 20
 """Bytes of questions and answers. Of one item they are some hundred, or a megabyte."""
+_PART_BYTES, _NUMBER_BYTES = 256, 40
+"""Bytes of a part of an item besides its text and positions, and of a number in a tuple."""
 
 _MOST_STEPS, _STEPS_PER_SECOND = 1_000_000, 10.0
 """Bounds what a processor may list of a video's time before it chooses frames: some entries per tenth of a second, or
@@ -125,14 +127,20 @@ class HfPlanner:
         tokens = sum(part.rows for part in planned.parts)
         if item.modality is Modality.AUDIO:
             shape = (1, about.samples)
-            seconds = about.samples / seen.rate
-            plan = Plan(Grid(1, 1, tokens), tokens, (0,), *shape, shape, replacement=planned.parts, depth=4)
-            return replace(plan, seconds_per_grid=seconds)
-        frames = (0,) if footage is None else footage.decoded
+            return Plan(
+                Grid(1, 1, tokens),
+                tokens,
+                (0,),
+                *shape,
+                shape,
+                seconds_per_grid=about.samples / seen.rate,
+                replacement=planned.parts,
+                depth=4,
+            )
         return Plan(
             Grid(1, 1, tokens),
             tokens,
-            frames,
+            (0,) if footage is None else footage.decoded,
             *size,
             size,
             replacement=planned.parts,
@@ -212,9 +220,6 @@ def _bytes(about: PlanItem, planned: Planned) -> int:
     """The approximate size of a cached answer."""
     texts = sum(_PART_BYTES + len(part.text) + len(part.positions) for part in planned.parts)
     return _PART_BYTES + _NUMBER_BYTES * (len(about.frames) + len(planned.turns)) + texts
-
-
-_PART_BYTES, _NUMBER_BYTES = 256, 40
 
 
 def _no_option(item: Item, name: str) -> InvalidInput:
