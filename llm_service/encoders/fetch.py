@@ -212,7 +212,7 @@ class Fetch:
         """The encoder's header of the item, which must agree with what is known."""
         header = await self._ask(attempt, first)
         if self.known.keeps_others(header):
-            self.known.states_rows = True
+            self.known.state_rows()
             header = await self._ask(attempt, first)
         return self.known.checked(header)
 

@@ -20,11 +20,10 @@ class KnownItem:
         self.item = item
         self.header = None if known is None else known.header
         self.affinity = identity.affinity if known is None else known.affinity
-        self.states_rows = False
-        """Encoders are told which rows of a pruned video to keep."""
         self._identity = identity
         self._headers = headers
         self._salt = salt
+        self._states_rows = False
 
     def renewed(self) -> KnownItem:
         """The same item, independent of this one."""
@@ -42,7 +41,7 @@ class KnownItem:
         again."""
         if self.header is None:
             return self.item
-        if self.states_rows:
+        if self._states_rows:
             options = dataclasses.replace(self.item.options, video_pruning_rate=None, kept_rows=self.header.kept_rows)
             source = Url(self.item.source.address) if isinstance(self.item.source, Url) else self.item.source
             return dataclasses.replace(self.item, source=source, options=options)
@@ -57,16 +56,20 @@ class KnownItem:
         return (
             known is not None
             and bool(known.kept_rows)
-            and not self.states_rows
+            and not self._states_rows
             and not isinstance(self.item.source, Key)
             and known.key == header.key
             and known.kept_rows != header.kept_rows
         )
 
+    def state_rows(self) -> None:
+        """From now on encoders are told which rows to keep."""
+        self._states_rows = True
+
     def checked(self, header: Header) -> Header:
         """An encoder's header, under the item's key. Two encoders, or an encoder and our own bytes, must agree about an
         item: raises DataLoss if they do not, and Unavailable if its address returns other media than before."""
-        if self.states_rows and self.header is not None:
+        if self._states_rows and self.header is not None:
             header = dataclasses.replace(header, key=self.header.key)  # encoders give it another key there
         if self._identity.key not in (None, header.key) or header.modality != self.item.modality:
             raise DataLoss("an encoder sent another item's header")
