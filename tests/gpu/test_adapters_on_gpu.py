@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from llm_service.layers.gpu import lora_tiles
 from testkit import adapter_cases
 
 pytestmark = pytest.mark.gpu
@@ -19,3 +20,9 @@ def test_each_row_gets_what_its_adapter_adds(
     rank: int, inputs: int, parts: tuple[int, ...], slots: list[int], dtype: torch.dtype
 ) -> None:
     adapter_cases.check_add(rank, inputs, parts, slots, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", adapter_cases.TYPES, ids=str)
+@pytest.mark.parametrize("rank", [8, 64, 100])
+def test_the_kernels_pass_their_trial(rank: int, dtype: torch.dtype) -> None:
+    assert lora_tiles.computes(rank, dtype, torch.device("cuda:0"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.quantized import FORMS as TIMED
 from common.checkpoints.checkpoint import Checkpoint
 from common.gpu.graphs import CudaCapture
-from llm_service.layers.gpu import int8_weight
+from llm_service.layers.gpu import int8_weight, quantized_weight
 from llm_service.layers.gpu.int8_weight import Int8Weight
 from llm_service.layers.gpu.quantized_weight import GpuWeight
 from llm_service.layers.linear.parallel import PackedLinear
@@ -50,6 +50,7 @@ WEIGHTS = [
 def test_products_of_any_number_of_rows(weight: QuantizedWeight, dtype: torch.dtype) -> None:
     laid_out, wide = GpuWeight.of([weight.to(CUDA)]), weight.wide().to(CUDA).double()
     assert laid_out is not None
+    assert laid_out.few, "the kernel fails its trial, and another way is what is tested"
     precise = dtype == torch.float32
     torch.testing.assert_close(
         laid_out.wide(dtype).double(), wide, rtol=1e-6 if precise else 2**-7, atol=0 if precise else 1e-3
@@ -78,11 +79,17 @@ def replayed(weight: GpuWeight | Int8Weight, x: Tensor, counts: tuple[int, ...])
     return out.split(list(counts))
 
 
+@pytest.mark.parametrize("few", [True, False], ids=["kernel", "widened"])
 @pytest.mark.parametrize("number", [Number.UINT4, Number.E4M3, Number.INT8])
 @pytest.mark.parametrize("counts", [(3, 0, 40, 1, 0), (0, 0, 0, 0, 2), (500, 0, 1, 2000, 30)], ids=str)
-def test_rows_of_experts_captured(number: Number, counts: tuple[int, ...]) -> None:
+def test_rows_of_experts_captured(
+    number: Number, counts: tuple[int, ...], few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_weight, "_OF_EXPERTS_AT_ONCE", 2 * 768 * 1024)
     every = experts(number, len(counts), 768, 1024)
     weight = GpuWeight.of_experts([[part.to(CUDA) for part in parts] for parts in every])
+    assert weight.few, "the kernel fails its trial"
+    weight = replace(weight, few=few)
     x = torch.randn(sum(counts), 1024, device=CUDA).bfloat16()
     for parts, given, rows in zip(every, replayed(weight, x, counts), x.split(list(counts)), strict=True):
         if len(rows):

@@ -9,6 +9,9 @@ from benchmarks import shape_cases
 from common.hardware import E4M3_CAPABILITY
 from llm_service.layers.attention.backend import CacheShape
 from llm_service.layers.attention.choose import choose
+from llm_service.layers.gpu import index_kernels
+from llm_service.layers.sparse_attention import block_decodes, token_decodes
+from llm_service.layers.sparse_attention.index import IndexKeys
 from llm_service.settings import CacheDtype
 from testkit.attention_cases import WAYS, Case, latents_of
 
@@ -39,6 +42,15 @@ def test_keys_and_values_of_e4m3_with_scales(name: str, counts: tuple[int, ...])
 def test_latents_as_deepseek_v3_has_them(name: str, counts: tuple[int, ...]) -> None:
     shape = latents_of(576, 512, heads=64)
     Case.random(shape, counts, torch.bfloat16, 1, CUDA).check(choose(name, shape, torch.bfloat16, CUDA))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("pool", [1, 4])
+def test_index_scores_of_64_heads_pass_their_trial(pool: int, dtype: torch.dtype) -> None:
+    keys = IndexKeys(64, 128, 128 if pool == 1 else 256, 16, dtype, CUDA, pool)
+    assert token_decodes.score_by(keys) is index_kernels.score_tokens
+    blocks = IndexKeys(2, 128, 128, 16, dtype, CUDA, 32 * pool, weighs=False)
+    assert block_decodes.score_by(blocks) is index_kernels.score_blocks
 
 
 def test_what_is_not_a_number_outside_of_live_slots_is_not_read() -> None:
