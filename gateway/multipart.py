@@ -64,9 +64,11 @@ async def read_form(context: RequestContext, headers: Headers, kind: type[Fields
         raise InvalidInput("this field is given more than once", reason="BAD_FIELD", field=twice)
     values = {name: ",".join(each) for name, each in texts.items() if each != [""]}
     try:
-        return kind.model_validate_strings(values, strict=False), content
+        asked = kind.model_validate_strings(values, strict=False)
     except ValidationError as error:
         raise from_validation(error) from None
+    context.take_name(asked)
+    return asked, content
 
 
 def _is_list(name: str) -> bool:

@@ -15,6 +15,8 @@ from starlette.requests import Request
 from common.aio import tasks
 from common.errors import Exhausted, TwinlensError
 from common.process.malloc import give_back
+from common.telemetry import log, tracing
+from gateway.api.fields import IdFields
 from gateway.callers import Caller
 from gateway.dialect import OpenAI
 from gateway.errors import TooLarge, from_validation
@@ -129,7 +131,16 @@ class RequestContext:
         """The parsed body. Raises InvalidInput, which names the field."""
         body, self.body = self.body, b""
         self.is_large = len(body) >= _SMALL_BODY
-        return await self.made(_read, kind, body)
+        asked: Body = await self.made(_read, kind, body)
+        self.take_name(asked)
+        return asked
+
+    def take_name(self, asked: BaseModel) -> None:
+        """A name in the body goes before that of the header, which a proxy may have set."""
+        if isinstance(asked, IdFields) and asked.stated_id:
+            self.id = asked.stated_id
+            log.bind(request_id=self.id)
+            tracing.describe(request_id=self.id)
 
     async def made(self, make: Callable[..., Made], *args: Any) -> Made:
         """The result of `make` for a body that may have hundreds of thousands of parts."""

@@ -97,6 +97,15 @@ def trace_id() -> str:
     return format_trace_id(context.trace_id) if context.is_valid else ""
 
 
+def describe(**attributes: str) -> None:
+    """Attributes of the current span, over those of the same names."""
+    if _sink.tracer is None:
+        return
+    from opentelemetry.trace import get_current_span
+
+    get_current_span().set_attributes(attributes)
+
+
 def failed(reason: str) -> None:
     """The current span is of something that failed, though no exception leaves it."""
     if _sink.tracer is None:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from common.errors import InvalidInput, TwinlensError
 from gateway.api.chat_request import Message, TemplateSettings
-from gateway.api.fields import Count, Int, MediaSettings, Prompt, TruncationFields
+from gateway.api.fields import Count, IdFields, Int, MediaSettings, Prompt, TruncationFields
 from gateway.convert import answers, conversation, prompt_inputs
 from gateway.embedding_calls import EmbeddingCalls
 from gateway.prompt_turns import PromptBatches
@@ -33,7 +33,7 @@ def _depth(value: Any) -> str:
     return "$several" if isinstance(value, list) and value and isinstance(value[0], list) else "$one"
 
 
-class EmbeddingRequest(TruncationFields):
+class EmbeddingRequest(IdFields, TruncationFields):
     """The body of a request."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {

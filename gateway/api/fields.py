@@ -140,7 +140,28 @@ class StreamOptions(Model):
     include_obfuscation: Literal[False] | None = None
 
 
-class RequestFields(Model):
+RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
+
+
+class IdFields(Model):
+    """A request that may be named in its body, by vLLM's or SGLang's field."""
+
+    request_id: RequestId | None = None
+    rid: RequestId | None = None
+
+    @model_validator(mode="after")
+    def _one_word_for_its_name(self) -> IdFields:
+        if None not in (self.request_id, self.rid) and self.request_id != self.rid:
+            raise ValueError("request_id and rid are aliases and have different values")
+        return self
+
+    @property
+    def stated_id(self) -> str:
+        """The name; empty if it is not named in its body."""
+        return self.request_id or self.rid or ""
+
+
+class RequestFields(IdFields):
     """Fields of every request for an answer: the model, sampling, and the user."""
 
     model: str | None = None

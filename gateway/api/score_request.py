@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.api import chat_request
-from gateway.api.fields import Count, Int, MediaSettings, Model, TruncationFields
+from gateway.api.fields import Count, IdFields, Int, MediaSettings, Model, TruncationFields
 
 
 class TextDocument(Model):
@@ -49,7 +49,7 @@ OneOrMore = Annotated[
 ]
 
 
-class ScoringFields(TruncationFields):
+class ScoringFields(IdFields, TruncationFields):
     """Fields of both."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"max_tokens_per_doc": (0,)}

@@ -51,6 +51,18 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
+@pytest.mark.parametrize("field", ["request_id", "rid"])
+@pytest.mark.parametrize("path", [each for each in BODIES if "/messages" not in each and "/input_tokens" not in each])
+def test_a_request_may_be_named_in_its_body(script: Scripted, path: str, field: str) -> None:
+    script.llm.requests.clear()
+    script.llm.to_embed.clear()
+    reply = script.post(path, {**BODIES[path], field: "mine"}, {**bearer("key-one"), "x-request-id": "a-proxys"})
+    assert reply.status == 200, reply.body
+    assert reply.headers["x-request-id"] == "mine"
+    assert {each.request_id.partition("-")[0] for each in [*script.llm.requests, *script.llm.to_embed]} == {"mine"}
+    assert json.loads(reply.body)["id"].endswith(("-mine", "_mine"))
+
+
 def salts(script: Scripted, path: str, token: str, **fields: Any) -> set[str]:
     """The salts of what the LLM service is asked for a request."""
     script.llm.requests.clear()

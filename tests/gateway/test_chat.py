@@ -368,6 +368,10 @@ def test_the_request_id_goes_through(door: Trio) -> None:
     )
     assert (reply.headers["x-request-id"], json.loads(reply.body)["id"]) == ("mine-17", "chatcmpl-mine-17")
     assert '"request_id": "mine-17"' in door.services.llm.log.read_text()
+    reply = door.chat(request_id="mine-18", max_tokens=2)
+    assert (reply.headers["x-request-id"], json.loads(reply.body)["id"]) == ("mine-18", "chatcmpl-mine-18")
+    logs = door.services.llm.log, door.gateway.log
+    until(lambda: all('"request_id": "mine-18"' in log.read_text() for log in logs), "both have logged it")
 
 
 def test_the_logs_last_line_about_a_request_says_what_it_was_and_what_took_its_time(door: Trio) -> None:

@@ -85,6 +85,8 @@ SAMPLES: dict[str, Any] = {
     "truncate_prompt_tokens": 5,
     "cache_salt": "mine",
     "priority": 3,
+    "request_id": "mine",
+    "rid": "mine",
     "max_handovers": 0,
 }
 IN_THE_ANSWER = {

@@ -245,6 +245,17 @@ def test_a_field_is_named_once(door: Trio) -> None:
     assert (error["param"], error["message"].count("temperature")) == ("temperature", 1)
 
 
+@pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 129, "a\nb", 5])
+def test_a_name_that_a_header_could_not_have_is_refused(door: Trio, name: Any) -> None:
+    for field in ("request_id", "rid"):
+        error = door.chat(**{field: name}).error
+        assert (error["code"], error["param"]) == ("BAD_FIELD", field)
+
+
+def test_two_names_for_one_request_are_refused(door: Trio) -> None:
+    assert door.chat(request_id="a", rid="b").error["code"] == "BAD_FIELD"
+
+
 def test_a_picture_of_no_bytes_is_refused_where_it_stands(door: Trio) -> None:
     error = door.post(CHAT, {"messages": [said(picture("data:;base64,"))]}).error
     assert (error["code"], error["param"]) == ("MEDIA_EMPTY", "messages[0].content[0]")

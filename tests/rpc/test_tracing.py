@@ -119,6 +119,7 @@ def test_nothing_is_traced_unless_the_environment_asks(monkeypatch: pytest.Monke
     with tracing.serving("Encode", [("traceparent", f"00-{TRACE}-{PARENT}-01")]), tracing.span("inner"):
         assert tracing.outgoing() == ()
         tracing.in_turn({"stage": 1.0}, 0.0)
+        tracing.describe(request_id="name")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     assert tracing.wanted()
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
@@ -149,6 +150,7 @@ def test_what_goes_out_continues_what_came_in() -> None:
     try:
         with tracing.serving("Generate", [("traceparent", f"00-{TRACE}-{PARENT}-01")], request_id="name"):
             ((key, value),) = tracing.outgoing()
+            tracing.describe(request_id="another")
             tracing.in_turn({"one": 0.5, "two": 0.25}, 100.0)
     finally:
         tracing.stop()
@@ -159,5 +161,5 @@ def test_what_goes_out_continues_what_came_in() -> None:
     assert (one.name, two.name, call.name) == ("one", "two", "Generate")
     assert two.start_time == one.end_time
     assert one.end_time - one.start_time == 500_000_000
-    assert call.attributes["request_id"] == "name"
+    assert call.attributes["request_id"] == "another"
     assert tracing.outgoing() == ()
