@@ -87,11 +87,10 @@ def _messages(asked: InputTokensRequest, places: list[int]) -> Iterator[dict[str
     own: dict[str, Any] = {}
     for place, item in enumerate(asked.input):
         match item:
-            case ReasoningItem(content=parts, summary=summary):
+            case ReasoningItem():
                 if own:
                     yield _whole(own)
-                thought = "".join(part.text for part in parts or summary or ())
-                own = {"role": "assistant", "reasoning_content": thought}
+                own = {"role": "assistant", "reasoning_content": item.thought}
                 places.append(place)
                 continue
             case CallItem():

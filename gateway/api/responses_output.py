@@ -6,7 +6,8 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from common.errors import TwinlensError
 from gateway.api.fields import Model
@@ -15,9 +16,34 @@ from gateway.chat_answers import ChatEvent, ChoiceDelta, ChoiceEnd
 from gateway.convert import answers
 from gateway.errors import code_of, message_of, param_in, status_of
 from gateway.output_parser import ArgumentsDelta, CallLeftOpen, CallStart, Piece, ReasoningDelta, TextDelta
+from gateway.sealed_reasoning import sealed
 from gateway.stream import event
 from gateway.tool_parsers.json_end import broken_end
 from twinlens.v1 import llm_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """How an item's text is told: the field that has it, the type of its part, and the names of its events."""
+
+    field: str
+    type: str
+    part: str
+    text: str
+
+    def empty(self) -> dict[str, Any]:
+        """A part without text."""
+        return {"type": self.type, "text": ""}
+
+    @property
+    def place(self) -> dict[str, int]:
+        """The place of an item's only part."""
+        return {f"{self.field}_index": 0}
+
+
+_WORDS: Final = _Told("content", "output_text", "response.content_part", "response.output_text")
+_THOUGHTS: Final = _Told("content", "reasoning_text", "response.content_part", "response.reasoning_text")
+_SUMMARY: Final = _Told("summary", "summary_text", "response.reasoning_summary_part", "response.reasoning_summary_text")
 
 
 class Output:
@@ -30,6 +56,8 @@ class Output:
         self._done = False
         self._error: TwinlensError | None = None
         self._told = 0
+        self._texts = {"message": _WORDS, "reasoning": _SUMMARY if asked.summary else _THOUGHTS}
+        self._seals = asked.with_sealed_reasoning
         self._with_logprobs = asked.with_logprobs
         self._likely: list[dict[str, Any]] = []  # how likely the tokens were whose text is still to come
         form = asked.text.format if asked.text else None
@@ -43,6 +71,7 @@ class Output:
             "model": model,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": asked.summary},
             "store": False,
             "temperature": asked.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
@@ -99,15 +128,13 @@ class Output:
             match piece:
                 case TextDelta(text):
                     yield from self._enter("message")
-                    part, new, self._likely = self._items[-1]["content"][0], self._likely, []
-                    part["text"] += text
+                    new, self._likely = self._likely, []
                     if self._with_logprobs:
-                        part["logprobs"] += new
-                    yield self._about("response.output_text.delta", content_index=0, delta=text, logprobs=new)
+                        self._part["logprobs"] += new
+                    yield self._more(text, logprobs=new)
                 case ReasoningDelta(text):
                     yield from self._enter("reasoning")
-                    self._items[-1]["content"][0]["text"] += text
-                    yield self._about("response.reasoning_text.delta", content_index=0, delta=text)
+                    yield self._more(text)
                 case CallStart(name):
                     yield from self._enter("function_call", name)
                 case ArgumentsDelta(text):
@@ -124,7 +151,7 @@ class Output:
         cut = ended.finished.reason == llm_pb2.FINISH_REASON_LENGTH
         yield from self._add(ended.pieces)
         if self._open == "message" and self._with_logprobs:
-            self._items[-1]["content"][0]["logprobs"] += self._likely
+            self._part["logprobs"] += self._likely
         self._finished = ended.finished
         yield from self._leave("incomplete" if cut and self._open != "function_call" else "completed")
         self._done = True
@@ -145,6 +172,18 @@ class Output:
         response = {"type": "response.failed", "response": self.response()}
         return self.event({"type": "error", **said}) + self.event(response)
 
+    @property
+    def _part(self) -> dict[str, Any]:
+        """The part with the open item's text."""
+        part: dict[str, Any] = self._items[-1][self._texts[self._open].field][0]
+        return part
+
+    def _more(self, text: str, **fields: Any) -> dict[str, Any]:
+        """More of the open item's text."""
+        told = self._texts[self._open]
+        self._part["text"] += text
+        return self._about(f"{told.text}.delta", **told.place, delta=text, **fields)
+
     def _about(self, kind: str, **fields: Any) -> dict[str, Any]:
         return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **fields}
 
@@ -157,37 +196,37 @@ class Output:
         item: dict[str, Any] = {"type": kind, "status": "in_progress"}
         match kind:
             case "message":
-                part = {"type": "output_text", "text": "", "annotations": []}
-                part |= {"logprobs": []} if self._with_logprobs else {}
+                part = {**_WORDS.empty(), "annotations": [], **({"logprobs": []} if self._with_logprobs else {})}
                 item |= {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [part]}
             case "reasoning":
-                part = {"type": "reasoning_text", "text": ""}
-                item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": [part]}
+                told = self._texts[kind]
+                item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": [], told.field: [told.empty()]}
             case _:
                 item |= {"id": f"fc_{uuid.uuid4().hex}", "call_id": f"call_{uuid.uuid4().hex[:24]}"}
                 item |= {"name": name, "arguments": ""}
         self._items.append(item)
-        empty = {**item, "content": []} if "content" in item else dict(item)
+        texts = self._texts.get(kind)
+        empty = {**item, texts.field: []} if texts else dict(item)
         yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": empty}
-        if kind != "function_call":
-            yield self._about("response.content_part.added", content_index=0, part=dict(item["content"][0]))
+        if texts:
+            yield self._about(f"{texts.part}.added", **texts.place, part=dict(self._part))
 
     def _leave(self, status: str) -> Iterator[dict[str, Any]]:
         """Ends the item that is open."""
         if not self._open:
             return
-        item, kind, self._open = self._items[-1], self._open, ""
+        item, kind = self._items[-1], self._open
         item["status"] = status
-        if kind == "function_call":
-            yield self._about("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        if texts := self._texts.get(kind):
+            part = dict(self._part)
+            logprobs = {"logprobs": part.get("logprobs", [])} if kind == "message" else {}
+            yield self._about(f"{texts.text}.done", **texts.place, text=part["text"], **logprobs)
+            yield self._about(f"{texts.part}.done", **texts.place, part=part)
+            if kind == "reasoning" and self._seals:
+                item["encrypted_content"] = sealed(part["text"])
         else:
-            part = dict(item["content"][0])
-            if kind == "message":
-                logprobs = part.get("logprobs", [])
-                yield self._about("response.output_text.done", content_index=0, text=part["text"], logprobs=logprobs)
-            else:
-                yield self._about("response.reasoning_text.done", content_index=0, text=part["text"])
-            yield self._about("response.content_part.done", content_index=0, part=part)
+            yield self._about("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        self._open = ""
         yield {
             "type": "response.output_item.done",
             "output_index": len(self._items) - 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.api.chat_request import TemplateSettings
@@ -21,6 +21,7 @@ from gateway.api.fields import (
     text_or_list,
 )
 from gateway.errors import NOT_STORED
+from gateway.sealed_reasoning import opened
 
 
 class TextPart(Model):
@@ -116,6 +117,14 @@ class ReasoningItem(Item):
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryText], Field(max_length=4096, fail_fast=True)] | None = None
     content: Annotated[list[ReasoningText], Field(max_length=4096, fail_fast=True)] | None = None
+    encrypted_content: Annotated[str, AfterValidator(opened)] | None = None
+
+    @property
+    def thought(self) -> str:
+        """It, from the place that has the most of it."""
+        if self.content or not self.encrypted_content:
+            return "".join(part.text for part in self.content or self.summary or ())
+        return self.encrypted_content
 
 
 def _whole(item: Any) -> Any:
@@ -170,11 +179,17 @@ class TextSettings(Model):
 
 
 class Reasoning(Model):
-    """How much the model thinks. Reasoning is returned in full, which is a valid `auto` summary."""
-
-    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": ("auto",), "generate_summary": ("auto",)}
+    """How much the model thinks, and whether it is told as a summary, which is all of it."""
 
     effort: Effort | None = None
+    summary: Literal["auto", "detailed"] | None = None
+    generate_summary: Literal["auto", "detailed"] | None = None
+
+    @model_validator(mode="after")
+    def _one_word_for_the_summary(self) -> Reasoning:
+        if None not in (given := (self.summary, self.generate_summary)) and given[0] != given[1]:
+            raise ValueError("summary and generate_summary are aliases and have different values")
+        return self
 
 
 class AllowedTools(Model):
@@ -226,8 +241,7 @@ class InputTokensRequest(Model):
 
 
 class ResponsesRequest(InputTokensRequest, RequestFields):
-    """The body of a request. Its reasoning is told as it is, and can be sent back so, whether it should be encrypted or
-    not."""
+    """The body of a request."""
 
     without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "store": (False,),
@@ -264,6 +278,17 @@ class ResponsesRequest(InputTokensRequest, RequestFields):
     def with_logprobs(self) -> bool:
         """It is wanted how likely tokens were."""
         return "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def with_sealed_reasoning(self) -> bool:
+        """Reasoning is wanted in a form that callers send back without reading it."""
+        return "reasoning.encrypted_content" in (self.include or ())
+
+    @property
+    def summary(self) -> str | None:
+        """The kind of summary in whose place reasoning is wanted."""
+        asked = self.reasoning or Reasoning()
+        return asked.summary or asked.generate_summary
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponsesRequest:

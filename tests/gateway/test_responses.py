@@ -329,10 +329,67 @@ def test_a_field_that_is_not_served_is_refused_by_name(scripted_door: Scripted, 
 
 def test_how_much_to_think_reaches_the_llm_service(scripted_door: Scripted, client: openai.OpenAI) -> None:
     says(scripted_door, "Four.", v1.FINISH_REASON_STOP)
-    client.responses.create(model="demo", input="x", reasoning={"effort": "low", "summary": "auto"})
+    response = client.responses.create(model="demo", input="x", reasoning={"effort": "low", "summary": "auto"})
     assert scripted_door.llm.requests[-1].chat.reasoning_effort == "low"
-    reply = scripted_door.post("/v1/responses", {"input": "x", "reasoning": {"summary": "detailed"}})
-    assert (reply.status, reply.error["param"]) == (400, "reasoning.summary")
+    assert response.reasoning is not None
+    assert (response.reasoning.effort, response.reasoning.summary) == ("low", "auto")
+
+
+SUMMARISED: Any = [{"summary": "auto"}, {"summary": "detailed"}, {"generate_summary": "auto"}]
+
+
+@pytest.mark.parametrize("reasoning", SUMMARISED, ids=["auto", "detailed", "by its old name"])
+def test_a_summary_is_all_of_the_reasoning(
+    scripted_door: Scripted, client: openai.OpenAI, reasoning: dict[str, Any]
+) -> None:
+    says(scripted_door, TEXT)
+    fields: Any = {"model": "demo", "input": "Rome?", "reasoning": reasoning}
+    thought = client.responses.create(**fields).output[0]
+    assert thought.type == "reasoning"
+    assert ([each.text for each in thought.summary], thought.content) == (["Hm."], None)
+    events = [each for each in client.responses.create(**fields, stream=True) if "reasoning" in each.type]
+    assert [each.type.removeprefix("response.reasoning_summary_") for each in events if "delta" not in each.type] == [
+        *("part.added", "text.done", "part.done")
+    ]
+    deltas = [each for each in events if each.type == "response.reasoning_summary_text.delta"]
+    assert ("".join(each.delta for each in deltas), {each.summary_index for each in deltas}) == ("Hm.", {0})
+    with client.responses.stream(**fields) as stream:
+        (whole, *_) = stream.get_final_response().output
+    assert whole.type == "reasoning"
+    assert [each.text for each in whole.summary] == ["Hm."]
+
+
+def test_a_summary_that_would_be_shorter_is_refused(scripted_door: Scripted) -> None:
+    for reasoning, param in (({"summary": "concise"}, "reasoning.summary"), (BOTH, "reasoning")):
+        reply = scripted_door.post("/v1/responses", {"input": "x", "reasoning": reasoning})
+        assert (reply.status, reply.error["param"]) == (400, param)
+
+
+BOTH = {"summary": "auto", "generate_summary": "detailed"}
+SEALED: Any = {"include": ["reasoning.encrypted_content"]}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_sealed_reasoning_is_read_when_it_comes_back(
+    scripted_door: Scripted, client: openai.OpenAI, stream: bool
+) -> None:
+    says(scripted_door, "<think>\nHm, ä.\n</think>\n\nFour.")
+    asked: Any = client.responses.create(model="demo", input="x", **SEALED, stream=stream)
+    items = [each.item for each in asked if each.type == "response.output_item.done"] if stream else asked.output
+    thought = items[0]
+    assert "Hm" not in thought.encrypted_content
+    alone = {"type": "reasoning", "summary": [], "encrypted_content": thought.encrypted_content}
+    turns: Any = [{"role": "user", "content": "x"}, alone, {"role": "assistant", "content": "Four."}]
+    client.responses.create(model="demo", input=[*turns, {"role": "user", "content": "And?"}])
+    assert [each.reasoning for each in scripted_door.llm.requests[-1].chat.messages] == ["", "Hm, ä.", ""]
+    assert client.responses.create(model="demo", input="x").output[0].encrypted_content is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("sealed", ["gAAAAABo", "unencrypted:@", "unencrypted:/w==", ""])
+def test_reasoning_that_another_server_has_sealed_is_refused(scripted_door: Scripted, sealed: str) -> None:
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
+    reply = scripted_door.post("/v1/responses", {"input": [thought, {"role": "user", "content": "x"}]})
+    assert (reply.status, reply.error["param"]) == (400, "input[0].encrypted_content")
 
 
 @pytest.mark.parametrize("options", [{}, {"include_obfuscation": False}, {"include_usage": True}])
