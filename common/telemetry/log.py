@@ -43,9 +43,15 @@ class _Current:
 
 def configure(level: str, *, service: str) -> None:
     """Sets logging up for this process; `level` is debug, info, warning or error."""
+
+    def with_service(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event["service"] = service  # no context variable: threads that others start have none
+        return event
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            with_service,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _with_losses,
@@ -55,7 +61,6 @@ def configure(level: str, *, service: str) -> None:
         logger_factory=_to(sys.stderr),
     )
     structlog.contextvars.clear_contextvars()
-    structlog.contextvars.bind_contextvars(service=service)
 
 
 def write_to(stream: TextIO) -> None:

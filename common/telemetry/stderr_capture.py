@@ -5,7 +5,6 @@ was, for last words; so does what children are given (`descriptor`): none waits 
 from __future__ import annotations
 
 import atexit
-import contextvars
 import logging
 import os
 import sys
@@ -46,8 +45,7 @@ def start() -> None:
     log.write_to(sys.stderr)
     os.dup2(write, _STDERR)
     os.close(write)
-    bound = contextvars.copy_context()
-    reader = threading.Thread(target=bound.run, args=(_read, read), name="foreign log", daemon=True)
+    reader = threading.Thread(target=_read, args=(read,), name="foreign log", daemon=True)
     reader.start()
     atexit.register(_leave, kept, reader)
     logging.getLogger().addHandler(_Handler())

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 import structlog
@@ -76,6 +76,19 @@ def test_programs_get_an_object_a_line_with_the_requests_id(written: Callable[[b
     }
     assert "ValueError: no such picture" in entry["exception"]
     assert entry["timestamp"].endswith("Z")
+
+
+def test_a_line_of_a_thread_says_of_which_service_it_is(
+    written: Callable[[bool, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of gRPC's own, in which replaced certificates are read."""
+    screen = Screen(terminal=False)
+    monkeypatch.setattr("sys.stderr", screen)
+    log.configure("info", service="encoder")
+    thread = Thread(target=log.get("tls").info, args=("certificates were replaced",))
+    thread.start()
+    thread.join()
+    assert json.loads(screen.getvalue())["service"] == "encoder"
 
 
 def test_people_get_lines_that_can_be_read(written: Callable[[bool, str], str]) -> None:
