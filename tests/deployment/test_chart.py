@@ -543,9 +543,7 @@ class TestSpecial:
     def test_a_gateway_beside_an_llm_service_over_several_hosts_asks_it_under_its_certificates_name(
         self, certificates: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        text = template(
-            *VALUES["multihost"], "--values", f"{CHART}/values-inference.yaml", "--set", "gateway.https=false"
-        )
+        text = template(*VALUES["multihost"], "--values", f"{CHART}/values-inference.yaml")
         found = pods(text)
         gateway, _ = configured(gateway_of(found), certificates, monkeypatch)
         assert gateway.llm == ("twinlens-llm:7002",)
