@@ -1,8 +1,8 @@
 """`make rolling-trial`: compose.yaml with replicas, under load, scaled and upgraded. Exits with 1 if a request failed.
 
 Two encoders, two LLM services and two gateways run as a separate project, under constant load
-(tools/rolling_trial/load.py). Encoders go from 2 to 1, 3 and 1; then every replica is replaced by one of another
-image, encoders first, gateways last. The image must exist: `docker compose build`, or `podman build`.
+(tools/rolling_trial/load.py). Encoders go from 2 to 1, 3, 1 and 2; then every replica is replaced by one of
+another image, encoders first, gateways last. The image must exist: `docker compose build`, or `podman build`.
 """
 
 from __future__ import annotations
