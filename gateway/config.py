@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from common.config import is_port, option, size, words
+from common.rpc.bearer_tokens import of_option
 from common.rpc.channel import ChannelSecurity
 from common.rpc.client_options import check_addresses, security
 from gateway.callers import Callers
@@ -123,7 +124,8 @@ class GatewayConfig:
                 "--max-inflight-bytes must be at least --max-body-bytes, or the largest body would never be admitted"
             )
         credentials.check_files(cert=("--tls-cert", self.tls_cert), key=("--tls-key", self.tls_key))
-        self.callers()
+        with of_option("--auth-token-file"):
+            self.callers()
         self.llm_security()
 
     @property

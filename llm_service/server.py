@@ -13,6 +13,7 @@ import msgspec
 
 from common.aio import tasks
 from common.checkpoints.checkpoint import Checkpoint, CheckpointError
+from common.errors import TwinlensError
 from common.media.encoder_digest import encoder_digest
 from common.process.malloc import freeze_objects
 from common.requirements import install
@@ -171,8 +172,7 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         running.push_async_callback(grpc_server.drain)
         if not await _started(grpc_server, components):
             return
-        for name, path in _adapters_at_start(config, model):
-            await (components.adapters.load_own(path) if name is None else components.adapters.load(name, path))
+        await _load_adapters(config, model, components.adapters)
         adapters_loaded.set()
         grpc_server.report(engine.ready is not None)
         freeze_objects()
@@ -180,10 +180,17 @@ async def serve(config: LlmConfig, *, engine_module: str = MODULE) -> None:
         await grpc_server.wait()
 
 
-def _adapters_at_start(config: LlmConfig, model: _Model) -> list[tuple[str | None, str]]:
-    """Names and paths; the checkpoint's own adapters have no name."""
-    named = (each.partition("=")[::2] for each in config.lora_modules)
-    return [*named, *((None, path) for path in dict.fromkeys(model.own_adapters.values()))]
+async def _load_adapters(config: LlmConfig, model: _Model, adapters: Adapters) -> None:
+    """Those that are there from the start: the options' and the checkpoint's own. Raises CheckpointError for an option
+    that names none, and TwinlensError."""
+    for each in config.lora_modules:
+        name, _, path = each.partition("=")
+        try:
+            await adapters.load(name, path)
+        except TwinlensError as error:
+            raise CheckpointError(f"--lora-modules {each}: {error}") from error
+    for path in dict.fromkeys(model.own_adapters.values()):
+        await adapters.load_own(path)
 
 
 def _cache_and_engine(

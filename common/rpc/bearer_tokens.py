@@ -4,7 +4,8 @@ of them, and clients send the first, so tokens can be rotated without a moment i
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -13,6 +14,15 @@ from common.telemetry import log
 
 _log = log.get("tokens")
 Line = TypeVar("Line")
+
+
+@contextmanager
+def of_option(option: str) -> Iterator[None]:
+    """Inside the block, the ValueError of an unusable token or file names the option that gives it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
 
 
 def read_tokens(token: str, file: str) -> tuple[str, ...]:
@@ -32,7 +42,8 @@ def read_lines(file: str) -> list[str]:
     try:
         lines = Path(file).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as tokens") from error
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"{file} cannot be read as tokens: {cause}") from error
     if not any(line.strip() for line in lines):
         raise ValueError(f"{file} holds no token")
     return lines

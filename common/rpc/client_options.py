@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.config import is_port
-from common.rpc.bearer_tokens import TokenFile, read_tokens
+from common.rpc.bearer_tokens import TokenFile, of_option, read_tokens
 from common.rpc.channel import ChannelSecurity
 from twinlens import credentials
 
@@ -38,5 +38,8 @@ def security(
     if token and token_file:
         raise ValueError(f"give {prefix}-token or {prefix}-token-file, not both")
     credentials.check_files(ca=(f"{prefix}-ca", ca), cert=(f"{prefix}-cert", cert), key=(f"{prefix}-key", key))
-    file = TokenFile(token_file) if token_file else None
-    return ChannelSecurity(ca, cert, key, "".join(read_tokens(token, "")), file)
+    with of_option(f"{prefix}-token-file"):
+        file = TokenFile(token_file) if token_file else None
+    with of_option(f"{prefix}-token"):
+        given = "".join(read_tokens(token, ""))
+    return ChannelSecurity(ca, cert, key, given, file)

@@ -19,7 +19,7 @@ from common.config import is_port, option, size
 from common.errors import Unavailable
 from common.process.descriptors import say
 from common.rpc import reflection
-from common.rpc.bearer_tokens import AcceptedTokens
+from common.rpc.bearer_tokens import AcceptedTokens, of_option
 from common.rpc.calls import CallInterceptor
 from common.rpc.request_budget import UNREAD, RequestBudget, max_large_bytes
 from common.rpc.tls_files import Certificates, TlsFiles
@@ -89,7 +89,8 @@ class ServerConfig:
                 "--max-inflight-bytes must be at least 16/7 of --max-message-bytes, or the largest message would never"
                 " be admitted"
             )
-        self.accepted()
+        with of_option("--auth-token-file" if self.auth_token_file else "--auth-token"):
+            self.accepted()
         host, _, port = self.listen.rpartition(":")
         if not (host and is_port(port)):  # gRPC would take another port, or 443, and say nothing
             raise ValueError("--listen must be HOST:PORT, with a port of at most 65535")

@@ -63,7 +63,7 @@ def _listen_in(folder: Path, name: str, server: socket.socket) -> None:
     try:
         server.bind(str(hidden))
     except OSError as error:
-        raise OSError(f"no local socket can be made in {folder}: {error.strerror or error}") from error
+        raise OSError(f"no local socket can be made in {folder} (--local-dir): {error.strerror or error}") from error
     try:
         server.listen(_BACKLOG)
         hidden.rename(folder / name)

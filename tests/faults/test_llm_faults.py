@@ -318,6 +318,11 @@ def test_memory_that_cannot_be_had_is_one_line(checkpoint: Path, option: str, sa
     assert says in refusal(f"--model={checkpoint}", "--threads=1", option)
 
 
+def test_an_adapter_that_is_not_there_at_the_start_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    said = refusal(f"--model={checkpoint}", "--threads=1", f"--lora-dir={tmp_path}", "--lora-modules=mine=nowhere")
+    assert "--lora-modules mine=nowhere: the adapter cannot be loaded: there is no such folder below" in said
+
+
 def test_a_port_for_metrics_that_cannot_be_had_is_one_line(checkpoint: Path) -> None:
     said = refusal(f"--model={checkpoint}", "--threads=1", "--metrics-listen=192.0.2.1:9400", fork=False)
     assert "cannot serve metrics on 192.0.2.1:9400" in said

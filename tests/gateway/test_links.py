@@ -135,7 +135,7 @@ def test_a_gateway_that_serves_knows_the_services_that_are_there() -> None:
     [
         ({"tls_cert": "x"}, "--tls-cert and --tls-key go together"),
         ({"llm": "nowhere"}, "--llm: nowhere is not host:port"),
-        ({"auth_token_file": "/nowhere"}, "cannot be read as tokens"),
+        ({"auth_token_file": "/nowhere"}, "--auth-token-file: /nowhere cannot be read as tokens: No such file"),
         ({"max_inflight_bytes": 5}, "--max-inflight-bytes must be"),
         ({"listen": "8000"}, "--listen must be HOST:PORT, with a port of at most 65535"),
     ],

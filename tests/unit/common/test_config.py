@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -296,6 +297,27 @@ def test_a_file_for_tls_that_is_another_is_named_with_its_option(
         load(LlmConfig, "TEST", "", ["--model=m", *given], {})
     (line,) = capsys.readouterr().err.splitlines()
     assert says.format(tmp_path) in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        (EncoderConfig, "--auth-token-file"),
+        (LlmConfig, "--encoder-token-file"),
+        (GatewayConfig, "--auth-token-file"),
+        (GatewayConfig, "--llm-token-file"),
+    ],
+)
+def test_a_file_of_tokens_that_cannot_be_used_is_named_with_its_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Any], option: str
+) -> None:
+    needed = [] if kind is GatewayConfig else ["--model=m"]
+    empty = tmp_path / "empty"
+    empty.touch()
+    for file, why in ((tmp_path / "none", "cannot be read as tokens: No such file"), (empty, "holds no token")):
+        with pytest.raises(SystemExit):
+            load(kind, "TEST", "", [*needed, f"{option}={file}"], {})
+        assert f"{option}: {file} {why}" in capsys.readouterr().err
 
 
 def test_a_token_that_cannot_be_one_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
