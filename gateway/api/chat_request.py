@@ -17,6 +17,7 @@ from gateway.api.fields import (
     Model,
     SamplingFields,
     StreamOptions,
+    Thinking,
     VideoLoading,
     kind_of,
     text_or_list,
@@ -351,6 +352,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
+    thinking: Thinking | None = None
     chat_template_kwargs: TemplateSettings | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=4096, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
@@ -383,11 +385,19 @@ class ChatRequest(SamplingFields):
 
     @property
     def template_settings(self) -> TemplateSettings | None:
-        """Variables of the chat template, including `documents`, which vLLM has as a field of its own."""
-        if not self.documents:
+        """Variables of the chat template, including those that are fields of their own as well."""
+        more: dict[str, Any] = {"documents": self.documents} if self.documents else {}
+        if self.thinking and self.thinking.type != "adaptive":
+            more["enable_thinking"] = self.thinking.type == "enabled"
+        if not more:
             return self.chat_template_kwargs
-        settings = self.chat_template_kwargs or TemplateSettings()
-        return settings.model_copy(update={"documents": self.documents})
+        return (self.chat_template_kwargs or TemplateSettings()).model_copy(update=more)
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """The most tokens of reasoning, by either name."""
+        budget = self.thinking.budget_tokens if self.thinking else None
+        return self.thinking_token_budget if budget is None else budget
 
     @property
     def must_call(self) -> bool:
@@ -414,6 +424,12 @@ class ChatRequest(SamplingFields):
         within = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
         if within and self.reasoning_effort not in (None, within):
             raise ValueError("reasoning_effort is given twice, with different values")
+        wanted = self.thinking and {"enabled": True, "disabled": False}.get(self.thinking.type)
+        given = self.chat_template_kwargs and self.chat_template_kwargs.thinks
+        if None not in (wanted, given) and wanted != given:
+            raise ValueError("thinking and chat_template_kwargs are aliases and have different values")
+        if self.thinking_token_budget not in (None, self.thinking_budget):
+            raise ValueError("thinking_token_budget and thinking.budget_tokens are aliases and have different values")
         variables = (self.chat_template_kwargs and self.chat_template_kwargs.model_extra) or {}
         if self.documents and variables.get("documents", self.documents) != self.documents:
             raise ValueError("documents are given twice, with different values")

@@ -161,6 +161,21 @@ class IdFields(Model):
         return self.request_id or self.rid or ""
 
 
+class Thinking(Model):
+    """Whether the model thinks before it answers, and for how long; `adaptive`: as the chat template has it."""
+
+    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+
+    @model_validator(mode="after")
+    def _a_budget_is_for_thinking(self) -> Thinking:
+        if self.budget_tokens is not None and self.type != "enabled":
+            raise ValueError("budget_tokens goes with the type enabled")
+        return self
+
+
 class RequestFields(IdFields):
     """Fields of every request for an answer: the model, sampling, and the user."""
 

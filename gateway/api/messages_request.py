@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from gateway.api.fields import Count, Int, Model, Texts, kind_of, text_or_list
+from gateway.api.fields import Count, Int, Model, Texts, Thinking, kind_of, text_or_list
 
 _EAGER = "fine-grained-tool-streaming-2025-05-14"
 _KEEPS_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -180,15 +180,6 @@ ToolChoice = Annotated[
     | Annotated[NoTool, Tag("$none")],
     Discriminator(kind_of),
 ]
-
-
-class Thinking(Model):
-    """Whether the model thinks before it answers, and for how long; `adaptive`: as the chat template has it."""
-
-    without_effect: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = None
 
 
 class JsonFormat(Model):

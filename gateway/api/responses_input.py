@@ -24,7 +24,7 @@ from gateway.api.responses_request import (
 from gateway.errors import called
 
 _ALIKE = {*RequestFields.model_fields, "parallel_tool_calls", "prompt_cache_key", "stop", "ignore_eos", "logit_bias"}
-_ALIKE |= {"skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
+_ALIKE |= {"skip_special_tokens", "thinking_token_budget", "include_stop_str_in_output", "structured_outputs"}
 _ALIKE |= {"mm_processor_kwargs", "chat_template_kwargs"}
 """Fields with the same name on both sides."""
 

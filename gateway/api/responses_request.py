@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.api.chat_request import TemplateSettings
 from gateway.api.fields import (
+    Count,
     Effort,
     Int,
     MediaSettings,
@@ -267,6 +268,7 @@ class ResponsesRequest(InputTokensRequest, RequestFields):
         Annotated[Annotated[str, Tag("$text")] | Annotated[Texts, Tag("$list")], Discriminator(text_or_list)] | None
     ) = None
     ignore_eos: bool | None = None
+    thinking_token_budget: Count | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -94,6 +94,8 @@ def _fill_message(message: llm_pb2.ChatMessage, given: Message, settings: MediaS
 def chat_request(asked: ChatRequest, request_id: str) -> llm_pb2.GenerateRequest:
     """The LLM service's request. Raises InvalidInput."""
     params = sampling(asked, asked.max_completion_tokens)
+    if asked.thinking_budget is not None:
+        params.thinking_token_budget = asked.thinking_budget
     if asked.logprobs:
         params.logprobs = asked.top_logprobs or 0
     tools = offered(asked)

@@ -26,6 +26,11 @@ def names_of(asked: SamplingFields) -> dict[str, str]:
     names |= {"input": "messages", "media": "messages", "logprobs": "top_logprobs", **places_of(asked)}
     if asked.documents and not asked.chat_template_kwargs:
         names["chat_template_kwargs"] = "documents"
+    if asked.thinking is not None:
+        if not asked.chat_template_kwargs or asked.chat_template_kwargs.thinks is None:
+            names["chat_template_kwargs.enable_thinking"] = "thinking"
+        if asked.thinking_token_budget is None:
+            names |= {"thinking_token_budget": "thinking.budget_tokens"}
     if asked.session_id is not None:
         names["prompt_cache_key"] = "session_id"
     return names if asked.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}

@@ -478,6 +478,9 @@ def test_tools_are_refused_by_name_where_the_template_knows_none(door: Trio) -> 
     assert (reply.status, reply.error["code"]) == (400, "NO_THINKING")
     assert reply.error["param"] == "chat_template_kwargs.enable_thinking"
     assert door.chat(chat_template_kwargs={"enable_thinking": False}).status == 200
+    reply = door.chat(thinking={"type": "enabled"})
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "NO_THINKING", "thinking")
+    assert door.chat(thinking={"type": "disabled"}).status == 200
 
 
 def test_documents_are_refused_by_name_where_the_template_asks_for_none(door: Trio) -> None:

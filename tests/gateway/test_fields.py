@@ -71,6 +71,7 @@ SAMPLES: dict[str, Any] = {
     "skip_special_tokens": False,
     "allowed_token_ids": [5, 6],
     "thinking_token_budget": 0,
+    "thinking": {"type": "disabled"},
     "ignore_eos": True,
     "return_token_ids": True,
     "prompt_logprobs": 2,
@@ -212,6 +213,9 @@ def test_fields_that_go_together(door: Scripted) -> None:
         {"documents": [{"text": "a"}], "chat_template_kwargs": {"documents": [{"text": "b"}]}},
         {"continue_final_message": True, "add_generation_prompt": True},
         {"chat_template_kwargs": {"enable_thinking": True, "thinking": False}},
+        {"chat_template_kwargs": {"thinking": True}, "thinking": {"type": "disabled"}},
+        {"thinking": {"type": "disabled", "budget_tokens": 5}},
+        {"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_token_budget": 6},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
         {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
         {"tools": TOOLS, "tool_choice": allowed("auto", "f", "g")},
@@ -240,6 +244,15 @@ def test_the_stop_text_is_kept_by_either_name_of_that(door: Scripted, name: str)
 @pytest.mark.parametrize("settings", [{"enable_thinking": True}, {"thinking": True}])
 def test_thinking_is_asked_for_by_either_name_of_it(door: Scripted, settings: dict[str, bool]) -> None:
     assert post(door, chat_template_kwargs=settings).asked.chat.thinking is True
+
+
+def test_thinking_is_asked_for_as_an_object_too(door: Scripted) -> None:
+    told = post(door, thinking={"type": "enabled", "budget_tokens": 9}, thinking_token_budget=9).asked
+    assert (told.chat.thinking, told.sampling.thinking_token_budget) == (True, 9)
+    told = post(door, thinking={"type": "disabled"}, chat_template_kwargs={"thinking": False, "a": "b"}).asked
+    assert (told.chat.thinking, told.sampling.HasField("thinking_token_budget")) == (False, False)
+    assert json.loads(told.chat.template_variables) == {"a": "b"}
+    assert post(door, thinking={"type": "adaptive"}).asked == post(door).asked
 
 
 def test_other_variables_of_a_template_are_told_as_they_are(door: Scripted) -> None:

@@ -434,6 +434,7 @@ def test_an_item_that_is_none_is_refused_where_it_is_wrong(scripted_door: Script
 def test_sampling_templates_and_forms_are_set_as_in_a_chat(scripted_door: Scripted) -> None:
     sampling = {"top_k": 5, "min_p": 0.5, "seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     sampling |= {"repetition_penalty": 1.5, "ignore_eos": True, "skip_special_tokens": False}
+    sampling |= {"thinking_token_budget": 7}
     more = {"stop": "a", "include_stop_str_in_output": True, "logit_bias": {"5": 1.5}, "cache_salt": "s", "priority": 2}
     more |= {"structured_outputs": {"json": {"type": "object"}}, "chat_template_kwargs": {"enable_thinking": False}}
     more |= {"mm_processor_kwargs": {"max_pixels": 5000}}
