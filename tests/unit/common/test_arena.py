@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,6 +151,41 @@ def test_memory_that_the_system_might_refuse_later_is_reserved_at_once_and_kept(
     with pytest.raises(OSError, match="8192 bytes of shared memory cannot be had for test-arena: No space left"):
         SharedBuffer.create("test-arena", 8192, reserve=True)
     assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+_WHERE_PAGES_ARE_REFUSED = """
+import os, sys
+from common.shm.arena import SharedBuffer
+fd = os.open(sys.argv[1] + "/buffer", os.O_RDWR | os.O_CREAT)
+os.ftruncate(fd, 4 << 20)
+buffer = SharedBuffer(fd, 4 << 20)
+buffer.populate()
+buffer.view[:1 << 16] = bytes(1 << 16)
+try:
+    os.posix_fallocate(fd, 0, buffer.size)
+except OSError as error:
+    print(error.strerror, SharedBuffer.create("test", 4096).reserved, flush=True)
+buffer.view[:] = bytes(buffer.size)
+print("written")
+"""
+
+
+def test_a_page_that_the_system_refuses_ends_its_writer_unless_it_is_reserved_or_asked_for_before(
+    tmp_path: Path,
+) -> None:
+    """By a file system with too few pages, and a kernel that says it counts them, as this process alone sees both."""
+    counts = tmp_path / "counts"
+    counts.write_text("2\n")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    mounts = f"mount -t tmpfs -o size=1m none {folder}; mount --bind {counts} /proc/sys/vm/overcommit_memory"
+    alone = ["unshare", "--map-root-user", "--mount", "sh", "-ec", f'{mounts}; exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("nothing may be mounted here")
+    writer = [sys.executable, "-c", _WHERE_PAGES_ARE_REFUSED, str(folder)]
+    ended = subprocess.run([*alone, *writer], capture_output=True, text=True, check=False)
+    assert ended.stdout == "No space left on device True\n", ended.stderr
+    assert ended.returncode == -signal.SIGBUS
 
 
 def test_closing_twice_or_under_a_reader_is_safe() -> None:
