@@ -86,7 +86,7 @@ proto-lint:  ## buf's standard rules for the contract; needs npm
 	npx --yes @bufbuild/buf@1.75.0 lint proto
 
 CLIENTS := build/clients
-clients: $(CLIENTS)/.installed  ## install further clients for tests of the gateway: LangChain, litellm, npm's openai and @anthropic-ai/sdk
+clients: $(CLIENTS)/.installed  ## install further clients for tests of the gateway: LangChain, litellm, npm's openai, @anthropic-ai/sdk and ai
 $(CLIENTS)/.installed: tests/gateway/clients/requirements.txt tests/gateway/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS)/python
 	$(CLIENTS)/python/bin/pip install --quiet --requirement tests/gateway/clients/requirements.txt

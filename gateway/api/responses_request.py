@@ -99,9 +99,9 @@ class ResultItem(Item):
 
 
 class ReasoningText(Model):
-    """A part of the model's reasoning."""
+    """A part of the model's reasoning. Open WebUI keeps that of chats as any other text."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "output_text"]
     text: str
 
 

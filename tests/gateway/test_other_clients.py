@@ -78,6 +78,12 @@ def anthropic_node(door: Trio, scripted_door: Scripted) -> dict[str, Any]:
     return by_node("@anthropic-ai/sdk", "anthropic_node.mjs", door, scripted_door)
 
 
+@pytest.fixture(scope="module")
+def vercel(door: Trio, scripted_door: Scripted) -> dict[str, Any]:
+    """What npm's ai has seen, by chats and by responses."""
+    return by_node("ai", "vercel_node.mjs", door, scripted_door)
+
+
 @pytest.mark.parametrize("case", ["picture", "video", "stream"])
 def test_node_gets_the_words_and_counts_that_python_gets(door: Trio, node: dict[str, Any], case: str) -> None:
     answer = chat(door, "video" if case == "video" else "picture")
@@ -163,6 +169,31 @@ def test_anthropics_node_client_sees_what_the_model_said(
 ) -> None:
     assert anthropic_node[case] == expected
     until(lambda: scripted_door.metric("open_requests") == 0, "nothing is under way")
+
+
+@pytest.mark.parametrize("kind", ["chat", "response"])
+def test_vercels_client_gets_the_words_and_counts_of_the_chat(door: Trio, vercel: dict[str, Any], kind: str) -> None:
+    answer = chat(door, "picture")
+    expected = [answer.choices[0].message.content, "length", answer.usage.prompt_tokens]
+    assert vercel[f"{kind} picture"] == vercel[f"{kind} stream"] == expected
+
+
+@pytest.mark.parametrize("kind", ["chat", "response"])
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    {
+        "agent": ["Hm.", "Let me see.", ANSWER, ["Rome"]],
+        "agent_stream": ["Hm.", "Let me see.", ANSWER, ["Rome"]],
+        "output": {"city": "Rome"},
+        "refusal": [429, "full", True],
+    }.items(),
+)
+def test_vercels_client_sees_what_the_model_said(vercel: dict[str, Any], kind: str, case: str, expected: Any) -> None:
+    assert vercel[f"{kind} {case}"] == expected
+
+
+def test_vercels_client_warns_of_nothing(vercel: dict[str, Any]) -> None:
+    assert vercel["warnings"] == []
 
 
 def program(name: str, door: Trio, scripted_door: Scripted) -> dict[str, Any]:

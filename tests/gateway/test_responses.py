@@ -458,6 +458,9 @@ def test_what_other_servers_answer_may_be_sent_back(scripted_door: Scripted) -> 
     assert scripted_door.post("/v1/responses", {"input": [{"role": "user", "content": "x"}, *items]}).status == 200
     _, *said = scripted_door.llm.requests[-1].chat.messages
     assert [part.text for each in said for part in each.parts] == ["Rome.", "No."]
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "output_text", "text": "Hm."}]}
+    assert scripted_door.post("/v1/responses", {"input": [thought, {"role": "user", "content": "x"}]}).status == 200
+    assert scripted_door.llm.requests[-1].chat.messages[0].reasoning == "Hm."
 
 
 def test_a_reference_to_an_item_is_answered_with_what_to_do(scripted_door: Scripted) -> None:
