@@ -177,11 +177,15 @@ class RowReceiver:
 
     async def leave_places(self, fetches: list[Fetch]) -> None:
         """Has items leave their places at encoders while something else of their request takes longer than they would
-        wait for each other's headers: as soon as their rows have room here, these are read. Until then they stay at
-        encoders, where another service may need them. Replaces fetches in the list, which nobody else may use."""
-        while any(fetch.keeps_place for fetch in fetches):
+        wait for each other's headers: as soon as their rows have room here, these are read, and stay as cache, which
+        keeps no room from others. Until then they stay at encoders, where another service may need them. Replaces
+        fetches in the list, which nobody else may use."""
+        while any(fetch.keeps_place or fetch in self._early for fetch in fetches):
             await asyncio.sleep(self._header_seconds)
             fetches[:] = [(fetch.keeps_place and self._read_early(fetch)) or fetch for fetch in fetches]
+            for fetch in fetches:
+                if (entry := self._early.get(fetch)) is not None and entry.complete:
+                    self._give_up_early(fetch)
 
     def _read_early(self, fetch: Fetch) -> Fetch | None:
         """Has the rows of an item with a header read before its request needs them, if they have room. Returns the

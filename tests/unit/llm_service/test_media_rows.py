@@ -140,3 +140,13 @@ async def test_landing_ends_with_the_last_row_however_long_the_encoder_talks_on(
         assert ended is not None
         assert ended <= complete
         b.cache.release(entry)
+
+
+async def test_rows_that_are_read_while_another_service_computes_keep_no_room_from_others() -> None:
+    async with bench(ScriptedEncoder(), rows=ROWS, header_seconds=0) as b:
+        await b.usable(1)
+        media = await introduced(b)
+        async with media, media.at_encoders():
+            await eventually(lambda: b.cache.counters.received == ROWS)
+            async with asyncio.timeout(60):
+                await b.whole(b"of another request")
