@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,7 +15,7 @@ from common.errors import TwinlensError
 from gateway.api.chat_request import ChatRequest
 from gateway.api.responses_input import as_chat, of_input
 from gateway.api.responses_output import Output
-from gateway.api.responses_request import InputTokensRequest, ResponsesRequest
+from gateway.api.responses_request import InputTokensRequest, OfferedFunction, ResponsesRequest
 from gateway.chat_answers import ChatAnswers, ChatEvent
 from gateway.convert import conversation, field_names
 from gateway.errors import from_validation
@@ -39,15 +39,16 @@ class Responses:
         asked = await context.read(ResponsesRequest)
         places: list[int] = []
         body = await context.made(_chat, asked, places)
+        functions = asked.functions
         output, stream = Output(asked, context.id, self._services.name(asked.model)), bool(asked.stream)
         try:
             message = await context.made(conversation.chat_request, body, context.id)
             names = field_names.names_of(body)
             generation = await self._chats.begin(body, message, context, names, streams=stream)
         except TwinlensError as error:
-            raise of_input(error, places) from None
+            raise of_input(error, places, functions) from None
         del message, body, asked
-        told = _told(generation, output, places)
+        told = _told(generation, output, places, functions)
         if stream:
             context.failing = output.failed
             return EventStream(_encoded(told, output))
@@ -66,7 +67,7 @@ class Responses:
             message = await context.made(conversation.chat_request, body, context.id)
             count = await self._counts.count(message, context)
         except TwinlensError as error:
-            raise of_input(error, places) from None
+            raise of_input(error, places, asked.functions) from None
         return json_answer({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -74,11 +75,11 @@ def _chat(asked: InputTokensRequest, places: list[int]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(as_chat(asked, places))
     except ValidationError as error:
-        raise of_input(from_validation(error), places) from None
+        raise of_input(from_validation(error), places, asked.functions) from None
 
 
 async def _told(
-    generation: AsyncGenerator[ChatEvent], output: Output, places: list[int]
+    generation: AsyncGenerator[ChatEvent], output: Output, places: list[int], functions: Sequence[OfferedFunction]
 ) -> AsyncGenerator[dict[str, Any]]:
     """The events of a stream, in order."""
     try:
@@ -87,7 +88,7 @@ async def _told(
                 for each in output.add(said):
                     yield each
     except TwinlensError as error:
-        raise of_input(error, places) from None
+        raise of_input(error, places, functions) from None
 
 
 async def _encoded(told: AsyncGenerator[dict[str, Any]], output: Output) -> AsyncGenerator[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common.errors import InvalidInput, TwinlensError
@@ -15,6 +15,7 @@ from gateway.api.responses_request import (
     InputTokensRequest,
     MessageItem,
     NamedFunction,
+    OfferedFunction,
     ReasoningItem,
     RefusalPart,
     ResponsesRequest,
@@ -36,10 +37,7 @@ def as_chat(asked: InputTokensRequest, places: list[int]) -> dict[str, Any]:
     if isinstance(asked, ResponsesRequest):
         fields |= _of_the_answer(asked)
     if asked.tools:
-        fields["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in asked.tools
-        ]
+        fields["tools"] = [{"type": "function", "function": _definition(each)} for each in asked.functions]
     if isinstance(asked.tool_choice, NamedFunction):
         fields["tool_choice"] = _named(asked.tool_choice)
     elif isinstance(asked.tool_choice, AllowedTools):
@@ -68,6 +66,15 @@ def _of_the_answer(asked: ResponsesRequest) -> dict[str, Any]:
         fields |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
     if asked.truncation:
         fields["truncate_prompt_tokens"] = -1
+    return fields
+
+
+def _definition(offered: OfferedFunction) -> dict[str, Any]:
+    """A function as a chat has it. Chat templates know no groups: a function begins with what its group's says."""
+    fields = offered.function.model_dump(exclude={"type"}, exclude_none=True)
+    if offered.group and offered.group.description:
+        said = (offered.group.description, offered.function.description)
+        fields["description"] = "\n\n".join(filter(None, said))
     return fields
 
 
@@ -150,14 +157,14 @@ _CALLED = {
     "tool_choice.allowed_tools.tools": "tool_choice.tools",
     "truncate_prompt_tokens": "truncation",
 }
-_TOOL = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
+_TOOL = re.compile(r"tools\[(\d+)\]\.function\.(\w+)")
 
 
-def of_input(error: TwinlensError, places: list[int]) -> TwinlensError:
+def of_input(error: TwinlensError, places: list[int], functions: Sequence[OfferedFunction]) -> TwinlensError:
     """The same error, by the names that fields have here."""
     if match := _MESSAGE.fullmatch(error.field):
         place = places[int(match[1])]
         return error.at(f"input[{place}]{match[2]}" if place >= 0 else "input")
     if match := _TOOL.fullmatch(error.field):
-        return error.at(f"{match[1]}.{match[2]}")
+        return error.at(f"{functions[int(match[1])].place}.{match[2]}")
     return called(error, _CALLED)

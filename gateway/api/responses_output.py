@@ -57,6 +57,7 @@ class Output:
         self._error: TwinlensError | None = None
         self._told = 0
         self._texts = {"message": _WORDS, "reasoning": _SUMMARY if asked.summary else _THOUGHTS}
+        self._groups = {each.function.name: each.group.name for each in asked.functions if each.group}
         self._seals = asked.with_sealed_reasoning
         self._with_logprobs = asked.with_logprobs
         self._likely: list[dict[str, Any]] = []  # how likely the tokens were whose text is still to come
@@ -76,7 +77,7 @@ class Output:
             "temperature": asked.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
             "tool_choice": asked.tool_choice.model_dump() if isinstance(asked.tool_choice, Model) else "auto",
-            "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in asked.tools or ()],
+            "tools": [tool.model_dump() for tool in asked.tools or ()],
             "top_p": asked.top_p,
             "top_logprobs": asked.top_logprobs or 0,
             "truncation": asked.truncation or "disabled",
@@ -204,6 +205,7 @@ class Output:
             case _:
                 item |= {"id": f"fc_{uuid.uuid4().hex}", "call_id": f"call_{uuid.uuid4().hex[:24]}"}
                 item |= {"name": name, "arguments": ""}
+                item |= {"namespace": self._groups[name]} if name in self._groups else {}
         self._items.append(item)
         texts = self._texts.get(kind)
         empty = {**item, texts.field: []} if texts else dict(item)

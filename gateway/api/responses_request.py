@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -82,19 +83,22 @@ class MessageItem(Item):
 
 
 class CallItem(Item):
-    """A call that the model has made."""
+    """A call that the model has made. Its function's name is enough, since no other namespace has one of that name."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
 class ResultItem(Item):
-    """The result of a call."""
+    """The result of a call, which `call_id` says; its function may be named as well."""
 
     type: Literal["function_call_output"]
     call_id: str
+    name: str | None = None
+    namespace: str | None = None
     output: Content
 
 
@@ -152,6 +156,37 @@ class Function(Model):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class Namespace(Model):
+    """Functions that the caller has as a group."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[
+        list[Annotated[Annotated[Function, Tag("$function")], Discriminator(kind_of)]],
+        Field(max_length=4096, fail_fast=True),
+    ]
+
+
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[Function, Tag("$function")] | Annotated[Namespace, Tag("$namespace")], Discriminator(kind_of)
+        ]
+    ],
+    Field(max_length=4096, fail_fast=True),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedFunction:
+    """A function, its place in the request, and the group that it is in."""
+
+    function: Function
+    place: str
+    group: Namespace | None = None
 
 
 class NamedFunction(Model):
@@ -233,12 +268,33 @@ class InputTokensRequest(Model):
     instructions: str | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[Function], Field(max_length=4096, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     mm_processor_kwargs: MediaSettings | None = None
     chat_template_kwargs: TemplateSettings | None = None
     cache_salt: str | None = None
+
+    @property
+    def functions(self) -> list[OfferedFunction]:
+        """All functions, those of groups as well."""
+        found: list[OfferedFunction] = []
+        for number, tool in enumerate(self.tools or ()):
+            place = f"tools[{number}]"
+            match tool:
+                case Function():
+                    found.append(OfferedFunction(tool, place))
+                case Namespace(tools=own):
+                    found += [OfferedFunction(each, f"{place}.tools[{at}]", tool) for at, each in enumerate(own)]
+        return found
+
+    @model_validator(mode="after")
+    def _names_are_unique_across_groups(self) -> InputTokensRequest:
+        groups: dict[str, Namespace | None] = {}
+        for each in self.functions:
+            if groups.setdefault(each.function.name, each.group) is not each.group:
+                raise ValueError("functions of different namespaces have the same name")
+        return self
 
 
 class ResponsesRequest(InputTokensRequest, RequestFields):
@@ -274,6 +330,7 @@ class ResponsesRequest(InputTokensRequest, RequestFields):
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     metadata: Metadata | None = None
+    client_metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
 
     @property

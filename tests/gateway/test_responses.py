@@ -69,6 +69,52 @@ def test_a_response_has_the_words_and_counts_of_the_chat(door: Trio) -> None:
         assert words == response.output_text
 
 
+GROUP: Any = {
+    "type": "namespace",
+    "name": "sky",
+    "description": "All about the sky.",
+    "tools": [TOOL, {"type": "function", "name": "stars"}],
+}
+
+
+def test_functions_of_a_namespace_are_offered_and_called(scripted_door: Scripted, client: openai.OpenAI) -> None:
+    says(scripted_door, TEXT)
+    other: Any = {"type": "function", "name": "other", "parameters": None, "strict": False}
+    fields: Any = {"model": "demo", "tools": [other, GROUP]}
+    response = client.responses.create(**fields, input="Rome?")
+    told = [(tool.name, tool.description) for tool in scripted_door.llm.requests[0].chat.tools]
+    assert told == [
+        ("other", ""),
+        ("weather", "All about the sky.\n\nThe weather"),
+        ("stars", "All about the sky."),
+    ]
+    *_, call = response.output
+    assert call.type == "function_call"
+    assert (call.name, call.namespace, json.loads(call.arguments)) == ("weather", "sky", {"city": "Rome"})
+    assert [tool.type for tool in response.tools] == ["function", "namespace"]
+    events = list(client.responses.create(**fields, input="Rome?", stream=True))
+    begun = [each.item for each in events if each.type == "response.output_item.added"]
+    assert begun[-1].namespace == "sky"  # type: ignore[union-attr]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sun.", "namespace": "sky"}
+    turns: Any = [{"role": "user", "content": "Rome?"}, *(item.to_dict() for item in response.output), result]
+    client.responses.create(**fields, input=turns)
+    assert [each.role for each in scripted_door.llm.requests[-1].chat.messages] == ["user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([TOOL, {"type": "web_search"}], "tools[1].type"),
+        ([{**GROUP, "tools": [{"type": "custom", "name": "x"}]}], "tools[0].tools[0].type"),
+        ([TOOL, GROUP], None),
+    ],
+)
+def test_a_tool_that_cannot_be_offered_is_refused(scripted_door: Scripted, tools: Any, param: str | None) -> None:
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        reply = scripted_door.post(path, {"input": "x", "tools": tools})
+        assert (reply.status, reply.error["param"]) == (400, param)
+
+
 def test_reasoning_words_and_calls_are_items(scripted_door: Scripted, client: openai.OpenAI) -> None:
     says(scripted_door, TEXT)
     response = client.responses.create(model="demo", input="Rome?", tools=[TOOL])
@@ -480,6 +526,8 @@ def test_a_function_is_named_as_the_caller_has_it(scripted_door: Scripted, monke
     monkeypatch.setattr(scripted_door.llm, "refusal", (grpc.StatusCode.INVALID_ARGUMENT, refusal))
     reply = scripted_door.post("/v1/responses", {"input": "x", "tools": [TOOL]})
     assert (reply.status, reply.error["param"]) == (400, "tools[0].parameters")
+    reply = scripted_door.post("/v1/responses", {"input": "x", "tools": [GROUP]})
+    assert (reply.status, reply.error["param"]) == (400, "tools[0].tools[0].parameters")
 
 
 def test_an_answer_that_was_cut_off_while_the_model_thought_may_be_sent_back(scripted_door: Scripted) -> None:
