@@ -51,7 +51,7 @@ _FIRST_SECONDS = 5.0
 """How long a gateway waits for the first answers of services before it serves."""
 _ANSWER_SECONDS = 5.0
 """The time limit of a service's description and of other short calls."""
-_STARTING = "STARTING"
+_STARTING, _STOPPING = "STARTING", "STOPPING"
 """Why a service that answers cannot serve."""
 _FULL = "TOO_MANY_CALLS"
 """The reason of a service that has as many calls as it takes, and says so itself."""
@@ -220,8 +220,11 @@ class LlmService:
 
 def _cause(error: grpc.aio.AioRpcError) -> str:
     """Why a service does not answer, in words if possible."""
-    if from_rpc_error(error).reason == "ENGINE_UNAVAILABLE":  # it has described itself
+    reason = from_rpc_error(error).reason
+    if reason == "ENGINE_UNAVAILABLE":  # it has described itself
         return _STARTING
+    if reason == _STOPPING:
+        return _STOPPING
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return "what listens there is not an LLM service"
     obstacle = obstacle_in(error.details() or "")

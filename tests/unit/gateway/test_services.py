@@ -100,6 +100,15 @@ async def test_a_service_that_says_that_it_has_too_many_calls_is_there() -> None
         assert service.info is not None
 
 
+async def test_the_log_tells_a_service_that_stops_from_one_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    status = media_pb2.Status(code=14, message="the service stops", reason="STOPPING")
+    service = service_of(Stub(grpc.StatusCode.UNAVAILABLE, "the service stops", status.SerializeToString()))
+    await service.look(())
+    await service.look(())
+    assert service.info is None
+    assert capsys.readouterr().out.count("cause=STOPPING") == 1
+
+
 async def test_a_service_whose_every_call_is_reset_is_gone_in_the_end() -> None:
     stub = Stub(grpc.StatusCode.UNAVAILABLE, "Received RST_STREAM with error code 7")
     service = service_of(stub)
