@@ -22,6 +22,7 @@ from gateway.chat_answers import ChatAnswers
 from gateway.convert import conversation, prompt_inputs
 from gateway.dialect import dialect_of
 from gateway.errors import TooLarge
+from gateway.prompt_counts import PromptCounts
 from gateway.prompt_turns import PromptBatches, PromptTurns
 from gateway.request_context import SCOPE_KEY, BodyBudget, BodyLease, RequestContext
 from twinlens.v1 import llm_pb2
@@ -62,6 +63,7 @@ class Answering:
 
 MODEL: Any = Answering()
 CHATS = ChatAnswers(SERVICES, MODEL)
+COUNTS = PromptCounts(SERVICES, MODEL)
 BATCHES = PromptBatches(PromptTurns(4, lambda: 4), 4, 1 << 30)
 QUERY = {"query": "x", "documents": [{"content": "y"}]}
 SURFACES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -70,9 +72,10 @@ SURFACES: dict[str, tuple[Any, dict[str, Any]]] = {
     "embeddings": (Embeddings(SERVICES, MODEL, BATCHES).answer, CHAT),
     "scores": (Scores(SERVICES, MODEL, MODEL, BATCHES).rerank, QUERY),
     "reranker": (Scores(services(reranks=True), MODEL, MODEL, BATCHES).rerank, QUERY),
-    "messages": (Messages(SERVICES, MODEL, CHATS).answer, {**CHAT, "max_tokens": 4}),
-    "tokens of messages": (Messages(SERVICES, MODEL, CHATS).count, CHAT),
-    "responses": (Responses(SERVICES, CHATS).answer, {"input": "x"}),
+    "messages": (Messages(SERVICES, CHATS, COUNTS).answer, {**CHAT, "max_tokens": 4}),
+    "tokens of messages": (Messages(SERVICES, CHATS, COUNTS).count, CHAT),
+    "responses": (Responses(SERVICES, CHATS, COUNTS).answer, {"input": "x"}),
+    "tokens of responses": (Responses(SERVICES, CHATS, COUNTS).count, {"input": "x"}),
     "tokenize": (Tokenizer(SERVICES).tokenize, CHAT),
 }
 
