@@ -13,9 +13,9 @@ BUILD ?=
 LOAD_SECONDS ?= 600
 ENVIRONMENT ?=
 ARGS ?=
-# Tests of one file share what they start. Files with few long tests come first. There is one process more than cores,
+# Tests of one file share what they start. Files with few long tests come first. There are two processes more than cores,
 # since each sometimes waits for its services, if each has 3 GiB of memory.
-WORKERS ?= $(shell awk -v n=$$(($$(nproc) + 1)) '/^MemTotal/ { fit = int($$2 / 3145728); if (n > fit) n = fit; if (n > 8) n = 8; \
+WORKERS ?= $(shell awk -v n=$$(($$(nproc) + 2)) '/^MemTotal/ { fit = int($$2 / 3145728); if (n > fit) n = fit; if (n > 8) n = 8; \
 	print (n > 1 ? n : 1) }' /proc/meminfo)
 PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -50,7 +50,7 @@ demo: $(STAMP)  ## start both services, ask about a picture and a video, show th
 up: $(STAMP)  ## both services, the gateway and its page in the foreground: MODEL=… ENCODERS=n TP=n
 	$(BIN)/python -m tools.up --model '$(MODEL)' --encoders $(ENCODERS) --tp $(TP) $(ARGS)
 
-test: $(STAMP)  ## the CPU test suite, with one process more than cores; ARGS='-k name' narrows it
+test: $(STAMP)  ## the CPU test suite, with two processes more than cores; ARGS='-k name' narrows it
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-soak: $(STAMP)  ## mixed load, fault storms, rolling restarts; the longest first
