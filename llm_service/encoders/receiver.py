@@ -124,7 +124,7 @@ class RowReceiver:
         fetches: list[Fetch | None] = [None] * len(request.media)
         late = False
 
-        def leave_places() -> None:
+        def let_others_go_on() -> None:
             is_late = late and any(fetch is None or fetch.header is None for fetch in fetches)
             if is_late or any(fetch is not None and fetch.waits_for_room for fetch in fetches):
                 for index, fetch in enumerate(fetches):
@@ -142,8 +142,8 @@ class RowReceiver:
             fetch.stages["hash"] = Stage.between(began, ended)
             if recalled is None:
                 on_wait()
-            await fetch.fetch_header(leave_places)
-            leave_places()
+            await fetch.fetch_header(let_others_go_on)
+            let_others_go_on()
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -151,7 +151,7 @@ class RowReceiver:
                 if asking:
                     _, missing = await asyncio.wait(asking, timeout=self._header_seconds)
                     late = bool(missing)
-                    leave_places()
+                    let_others_go_on()
         except BaseException as error:
             self.close([fetch for fetch in fetches if fetch is not None])
             if isinstance(error, ExceptionGroup):
